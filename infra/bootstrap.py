@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """A CUDA device of a node. If `problem` is empty, the device has done a test computation."""
+    """A CUDA device of a node. If `problem` is empty, the device has passed a test computation."""
 
     name: str
     total_gb: float
@@ -30,8 +30,7 @@ class GpuReport:
     has_bfloat16: bool = False
     """Whether the device computes bfloat16 in hardware, several times as fast as float32."""
     problem: str = ""
-    """Why the device cannot compute. If this text is set, the other fields are unknown. Other devices of the node may
-    still work."""
+    """Why the device cannot compute. If `problem` is not empty, the other fields are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,28 +38,27 @@ class NodeReport:
     """Hardware and software of a node. Sizes are in GB of 10^9 bytes."""
 
     python: str
-    """Path of the probed interpreter."""
     root: str
     python_version: str
     torch_version: str | None
     torch_problem: str
-    """Why torch cannot be imported. Empty if the import works."""
+    """Why torch cannot be imported, or "" if the import works."""
     torch_build: str
-    """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`. Empty without torch."""
+    """The hardware for which torch was built, for example `CUDA 12.8` or `the CPU`, or "" without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """The problem of the first device that cannot compute. Empty if all devices can compute."""
+    """The problem of the first device that cannot compute, or "" if all devices can compute."""
     driver: str
-    """Version of NVIDIA's driver. Empty if nvidia-smi reports no version."""
+    """Version of NVIDIA's driver, or "" if nvidia-smi reports no version."""
     num_driver_gpus: int
     """Number of GPUs that nvidia-smi lists. torch may see fewer GPUs."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
     free_disk_gb: float
-    """Free space on the disk of the node's root directory."""
+    """Free space on the disk of `root`."""
     root_problem: str
-    """Why files cannot be written to the node's root directory. Empty if files can be written."""
+    """Why files cannot be written to `root`, or "" if files can be written."""
 
     @property
     def device_summary(self) -> str:
@@ -75,25 +73,21 @@ class NodeNeeds:
 
     disk_gb: float = 0.0
     num_gpus: int = 0
-    """Number of GPUs that the settings name."""
     last_gpu: int = -1
-    """The highest GPU rank that the settings name. -1 if the settings name no GPU rank."""
+    """The highest GPU rank that the settings name, or -1 if the settings name no GPU rank."""
     trains_on_gpu: bool = False
-    """Whether torch trains on this node and the settings do not allow training on the CPU."""
+    """Whether torch trains on this node and the settings do not permit training on the CPU."""
     is_rented_for_gpus: bool = False
-    """Whether the node was rented with GPUs."""
     trainer_gpu_ranks: tuple[int, ...] = ()
-    """GPU ranks of the trainer. Empty for the first GPU, or for the CPU on a node without GPUs."""
+    """GPU ranks of the trainer, or an empty tuple for the first GPU, or for the CPU on a node without GPUs."""
     num_trainers: int = 1
-    """Number of trainer processes."""
     trainer_gb: float = 0.0
-    """Lower bound of the memory that one trainer process takes."""
+    """Lower bound of the memory in GB that one trainer process needs."""
     trainer_parts: str = ""
     """The parts of which `trainer_gb` consists, in words, for error texts."""
     engine_gpu_ranks: tuple[int, ...] = ()
-    """GPU ranks of the engines."""
     engine_gb: float = 0.0
-    """Memory that the weights of an engine take on each of its GPUs."""
+    """Memory in GB that the weights of an engine need on each of the engine's GPUs."""
 
     @property
     def trainers_share_cpu(self) -> bool:
@@ -102,7 +96,8 @@ class NodeNeeds:
 
 
 def probe_node(session: Session, node: Node) -> NodeReport:
-    """Probe the node and return its report. The node stores the result and imports torch again only after a change.
+    """Probe the node and return its report. The probe stores its result on the node and imports torch again only after
+    a change of the environment.
 
     Raises:
         PermanentInfraError: the node's interpreter cannot be run.
@@ -125,10 +120,10 @@ def check_imports(
     """Check that the node's interpreter can import the training code and the user's modules.
 
     Args:
-        code_dir: the code's folder on the node. The folder's name contains a digest of its content, so the node can
-            store the result.
-        modules: the user's modules, by the names of the settings that name them.
-        variables: names of the environment variables that a job has in addition to those of the session.
+        code_dir: the code's folder on the node. The folder's name contains a digest of its content, so a stored result
+            of an earlier check of this folder is valid.
+        modules: the user's modules, by the settings that contain the modules' names.
+        variables: names of environment variables that a job will have and the session does not have.
 
     Raises:
         PermanentInfraError: a package or a file is missing on the node.
@@ -195,8 +190,8 @@ def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
     """Check that the node has all GPUs of the settings, and that torch can use a GPU for training.
 
     Raises:
-        PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or the training would silently run
-            on the CPU of a machine with GPUs.
+        PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or torch can use no GPU and would
+            silently train on the CPU.
     """
     num_working = sum(not gpu.problem for gpu in report.gpus)
     if num_working < needs.num_gpus:
@@ -233,8 +228,8 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
     """Check that a node can train together with the leader.
 
     Raises:
-        PermanentInfraError: only one node has GPUs, or the nodes have different versions of torch with incompatible
-            protocols.
+        PermanentInfraError: only one of the two nodes has GPUs, or the nodes have different versions of torch, whose
+            protocols may differ.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(

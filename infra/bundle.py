@@ -22,13 +22,12 @@ MIN_PYTHON = (3, 10)
 
 
 class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads modules from their texts."""
+    """Import hook for modules whose texts are in `sources`."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a bundled module. None for any other module."""
         if name not in self._sources:
             return None
         is_package = any(other.startswith(name + ".") for other in self._sources)
@@ -39,12 +38,13 @@ class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._sources[name], name.replace(".", "/") + ".py", "exec"), module.__dict__)
 
     def get_source(self, name: str) -> str:
-        """Return the text of a module. `traceback` uses it to show source lines."""
+        """Return the text of a module, so that `traceback` can show its source lines."""
         return self._sources[name]
 
 
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
-    """Return the function `main` of a module. In an old interpreter, return a function that reports the version."""
+    """Return the function `main` of a module. In an interpreter older than MIN_PYTHON, return a function that reports
+    the version."""
     if sys.version_info < MIN_PYTHON:
         return _refuse_interpreter
     sys.meta_path.insert(0, _BundledModules(sources))

@@ -15,12 +15,13 @@ from rollouts.infra.node_agent import DIGESTS
 CHUNK_BYTES = 8 << 20
 """Size of every chunk except the last one of a file. If any byte differs, the whole chunk is sent again."""
 DIRECT_BYTES = 256 << 20
-"""A new file of at least this size is transferred over an SSH login of its own. The program on the node reads or writes
-the file directly (session.py)."""
+"""A new file of at least this size in bytes is transferred over a separate SSH login, without a copy through this
+process (session.py)."""
 _READ_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
+"""Size of the pieces in which chunks are read. A piece of this size is still in the CPU's cache when it is written
+after hashing."""
 SHA256 = "sha256"
-"""The digest algorithm that every Python has. A node may report a faster algorithm (`DIGESTS`)."""
+"""The digest algorithm that every Python supports. A node may report a faster algorithm (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
@@ -35,17 +36,15 @@ def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 class Chunk(NamedTuple):
-    """A chunk that is to be sent."""
-
     name: str
     """Path of the chunk's file, relative to the destination directory."""
     number: int
     pieces: Iterable[bytes]
-    """The chunk's content, in order."""
 
 
 class SourceFile:
-    """A file to copy. Several threads may read it, also more than once. A change of the file is an error."""
+    """A file to copy. Several threads may read the file, also more than once. A change of the file during the copy
+    raises an error."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -57,15 +56,14 @@ class SourceFile:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks. 0 for an empty file."""
+        """Number of chunks, or 0 for an empty file."""
         return -(-self.size // CHUNK_BYTES)
 
     def length_of(self, number: int) -> int:
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Use this digest algorithm from now on. If the algorithm differs from the one before, known digests are
-        dropped."""
+        """Use this digest algorithm. Drops known digests of another algorithm."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 

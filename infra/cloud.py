@@ -71,18 +71,18 @@ class Cloud(Protocol):
         """Request a machine once. Returns the machine's id.
 
         Raises:
-            OfferGoneError, ProviderUnavailableError: nothing was created. Another offer may work.
-            UnclearAnswerError: it is unknown whether a machine was created. A search for it did not answer this.
+            OfferGoneError, ProviderUnavailableError: no machine was created. Another offer may work.
+            UnclearAnswerError: a machine may or may not have been created. The caller has to look for a machine of this
+                name.
         """
         ...
 
     def get(self, instance_id: str) -> Instance | None:
-        """Return the machine. None if the provider no longer has it."""
+        """Return the machine as the provider describes it now, or None if the provider does not have the machine."""
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Return the fingerprint of the machine's host key. Empty if the provider does not report the key, or not
-        yet."""
+        """Return the fingerprint of the machine's host key, or "" if the provider has not reported the key."""
         ...
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -90,8 +90,8 @@ class Cloud(Protocol):
         ...
 
     def terminate(self, instance_id: str) -> None:
-        """Request a machine's end. The request is harmless if the machine is gone. Only `get` confirms that it is
-        gone."""
+        """Request a machine's end. The request is harmless if the machine is gone. The caller has to look the machine
+        up to learn when the machine is gone."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -100,9 +100,9 @@ class Cloud(Protocol):
 
 
 def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
-    """Return the machine as its provider describes it now. None if neither `get` nor the list has the machine.
+    """Return the machine as its provider describes it now, or None if neither `get` nor the list has the machine.
 
-    A status 404 of `get` alone is not trusted, because proxies in front of an API sometimes answer 404, too.
+    The list is read because proxies in front of an API sometimes answer 404 for an existing machine.
 
     Args:
         name: the machine's name, or the start of the name.
@@ -120,12 +120,11 @@ class Pace:
 
     poll_s: float = 5.0
     looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
-    """Pauses before each search for a machine whose creation was not clearly answered."""
+    """Pauses before each search for a machine whose creation request got no clear answer."""
     gone_within_s: float = 600.0
-    """Seconds after the request to end a machine. A machine that still exists then is reported."""
+    """Seconds within which a machine must be gone after the request to end it."""
     refused_within_s: float = 60.0
-    """If the provider still refuses to end a machine after this many seconds, the machine is reported, unless it is
-    ending anyway."""
+    """Seconds after which StillRentedError is raised if the provider refuses to end a machine."""
 
 
 PATIENT = Pace()

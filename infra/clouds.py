@@ -1,4 +1,4 @@
-"""The registry of the providers of rented machines: built-in providers, and those that installed packages add.
+"""The registry of the providers of rented machines: built-in providers, and providers that installed packages add.
 
 Each row of `CLOUDS` names the class of a provider's accounts. The Protocol of this class is in `infra/cloud.py`. For a
 new provider, copy `infra/providers/shadeform.py`. A package adds a provider by an entry point of the group
@@ -30,7 +30,7 @@ CLOUDS: dict[CloudName, str] = {
 }
 """The class of each built-in provider. A class is imported on first use."""
 _MEMBERS = ("name", "endpoint", "gives_host_key", "is_networked", "reaches")
-"""Attributes that `CloudType` requires of a class."""
+"""Attributes that the Protocol `CloudType` requires of a provider's class."""
 
 
 def _find_fault(name: CloudName, cloud: CloudType) -> str:
@@ -43,9 +43,7 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 
 
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
-"""Built-in providers and the providers of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
-"""A setting that names a provider."""
 
 
 def cloud_names() -> tuple[CloudName, ...]:
@@ -74,13 +72,14 @@ def networked_clouds() -> tuple[CloudName, ...]:
 
 
 def reached_through(given: object) -> CloudName:
-    """Return the provider through which a company's machines can be rented. "" for an unknown company."""
+    """Return the provider through which the machines of a company (for example aws) can be rented, or "" for an unknown
+    company."""
     return next((name for name in cloud_names() if given in find_cloud(name).reaches), "")
 
 
 def explain_reached_through(given: object) -> str:
-    """Return a sentence that says how to rent this company's machines. "" if `given` is not the name of such a
-    company."""
+    """Return a sentence that says how to rent this company's machines, or "" if no provider reaches a company of the
+    name `given`."""
     name = reached_through(given)
     if not name:
         return ""

@@ -1,10 +1,10 @@
-"""Install an inference server on a node, in an environment of its own, once for all runs.
+"""Install an inference engine on a node, in a separate environment, once for all runs.
 
     exact versions ──> <root>/engines/<kind>-<version>-<digest>/ on the node: env/, log.txt, result.json
 
 A supervised job does the installation. Several runs that need the engine at the same time share one job. The job
-continues when a connection breaks. pip and uv keep their downloads in caches, so a restarted installation does not
-download them again.
+continues when a connection breaks. pip and uv cache their downloads, so a restarted installation does not download
+packages again.
 
 Not here: the choice of versions (rollouts_core/engine_kinds/requirements/), a test of the engine
 (tasks/engine_trial.py).
@@ -23,8 +23,8 @@ from rollouts.infra.session import Session
 from rollouts.infra.sync.push import has_files, publish_files
 
 ROOM_FACTOR = 1.5
-"""Disk space that an installation needs, as a multiple of the environment's size: the wheels also take space for a
-while."""
+"""Disk space that an installation needs, as a multiple of the environment's size. The downloaded wheels need space,
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +32,21 @@ class EngineInstallation:
     """The packages of an engine, and how to install them."""
 
     kind: str
-    """The engine's name in the settings."""
     version: str
     requirements: tuple[str, ...]
-    """`name==version` of every package. No other packages are installed."""
+    """`name==version` of every package, because the installer adds no dependencies."""
     installer: Installer
     index: str = ""
-    """URL of the package index. If empty, the node's own settings are used."""
+    """URL of the package index. Without `index`, the index in the node's own settings of pip or uv is used."""
     further_index: str = ""
     """URL of a second index for packages that the first index lacks."""
     wheels: str = ""
-    """Folder on this machine with all packages. If the folder is set, no index is used."""
+    """Folder on this machine with wheels of all packages. If this folder is set, no package index is used."""
     disk_gb: float = 0.0
     """Disk space of the installed environment in GB."""
 
 
 def place_of_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
-    """Return the installation's folder on the node."""
     identity = {"kind": wanted.kind, "requirements": list(wanted.requirements)}
     return f"{node.root}/engines/{wanted.kind}-{wanted.version}-{digest_of_build(session, identity)}"
 
@@ -57,8 +55,8 @@ def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> 
     """Install the engine if it is missing. Returns the path of the engine's interpreter on the node.
 
     Raises:
-        PermanentInfraError: the disk has too little room, or the packages cannot be installed. The error's text has the
-            installer's last lines.
+        PermanentInfraError: the disk has too little room, or the packages cannot be installed. The error's text
+            contains the last lines of the installer's output.
         InfraError: the node cannot be reached.
     """
     folder = place_of_engine(session, node, wanted)
@@ -77,7 +75,6 @@ def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> 
 
 
 def is_installed(session: Session, folder: str) -> bool:
-    """Return whether an installation is complete."""
     looked = session.run(
         ["test", "-e", f"{folder}/result.json"], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True
     )
@@ -112,7 +109,8 @@ def check_programs(session: Session, programs: Sequence[str], *, kind: str) -> N
 
 
 def _options(session: Session, node: Node, wanted: EngineInstallation) -> list[str]:
-    """Return the arguments for pip or uv in addition to the requirements. Uploads the wheels to the node if needed."""
+    """Return the arguments for pip or uv in addition to the requirements. Uploads `wanted.wheels` to a remote node if
+    the node does not have these files."""
     if not wanted.wheels:
         return ["--no-deps", *(["--extra-index-url", wanted.further_index] if wanted.further_index else [])]
     folder = wanted.wheels

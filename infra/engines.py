@@ -1,6 +1,8 @@
-"""Wait until an inference engine, which runs as a job on a node, has generated a token, or find out why it cannot.
+"""Wait until an inference engine, which runs as a job on a node, has generated a token. If the engine fails, find the
+reason in its log.
 
-If an engine dies, its supervisor restarts it on the same port. If its lease expires, the supervisor ends it (jobs.py).
+If an engine dies, its supervisor restarts it on the same port. If the job's lease expires, the supervisor ends the
+engine (jobs.py).
 
 Not here: starting the engine (jobs.py), and the engine's lease, clients and weights.
 
@@ -21,8 +23,8 @@ from rollouts.infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
 _COMPLETION_TIMEOUT_S = 40.0
-"""Time limit of one request for a token. A large engine compiles kernels for its first completion and may need
-longer."""
+"""Time limit of one request for a token. A large engine compiles kernels for its first completion and may need several
+requests."""
 _RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 _ROUTER_PACKAGE = "sglang_router"
@@ -48,17 +50,18 @@ def wait_until_engine_ready(
     api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
-    """Return once the engine has generated a token. A health check would not prove that the engine can generate.
+    """Return once the engine has generated a token, because a health check would not prove that the engine can
+    generate.
 
     Args:
         resume_paths: API paths that end a pause and restore released memory.
-        port: the engine's port on the node.
-        host: the engine's address on the node.
-        trainer: session of the node that sends the requests, if another node sends them.
+        trainer: session of the node that will send requests to the engine. None if this is the engine's own node.
         on_wait: called with a sentence about the GPU for which the engine waits, whenever this GPU changes.
-        api_key: the key for requests. Empty if the engine needs none.
-        explain_log: returns a sentence with the cause of a crash, given the last lines of the log. "" if unknown.
-        is_idle: whether no trainer uses the engine. A pause was then left by a killed trainer, and is ended.
+        api_key: the key for requests. Empty if the engine requires no key.
+        explain_log: returns a sentence with the cause of a crash, given the end of the engine's log. Returns "" if the
+            cause is unknown.
+        is_idle: whether no trainer uses the engine. If `is_idle` is true, a pause that a killed trainer has left is
+            ended.
 
     Raises:
         JobFailedError: the engine ended. The error's text has the cause if the log shows the cause.
@@ -102,7 +105,7 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
     """Check that an interpreter on the node has an engine's package.
 
     Args:
-        python: the interpreter. If empty, the session's interpreter is checked.
+        python: the interpreter. If `python` is empty, the session's interpreter is checked.
 
     Raises:
         PermanentInfraError: the interpreter or the package is missing.
@@ -116,10 +119,10 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 
 def engine_version(session: Session, package: str, *, python: str) -> str:
-    """Return the version of an engine's package. Empty if the package's files do not contain the version.
+    """Return the version of an engine's package, or "" if the interpreter or the package does not report a version.
 
     Args:
-        python: the interpreter that has the package. If empty, the session's interpreter is used.
+        python: the interpreter that has the package. If `python` is empty, the session's interpreter is used.
     """
     find = (
         "from importlib.metadata import packages_distributions, version\n"
@@ -175,7 +178,7 @@ def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: fl
                 "that key, or wait until the engine ends: within a minute after its run"
             )
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
-    except (httpx.TransportError, ValueError):  # the engine does not listen yet, or another server answers
+    except (httpx.TransportError, ValueError):  # no server listens yet, or another server answers
         return False
 
 

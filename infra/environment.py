@@ -1,9 +1,9 @@
-"""Install the packages for the training on a node, once, in the versions of this machine.
+"""Install the packages for the training on a node, once, in the versions that are installed on this machine.
 
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
 A supervised job does the installation, so broken connections do not interrupt it. Runs with equal requirements share
-the job.
+one job.
 
 Not here: the program on the node (environment_builder.py), the project's own code (tasks/upload_inputs.py).
 """
@@ -35,7 +35,7 @@ PROJECT = "rollouts"
 _PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
 """Requirements of the pipeline that nodes do not need."""
 NODE_EXTRAS = ("lora", "math", "verifiers")
-"""Optional dependencies of the core. Nodes get the optional dependencies that this machine has."""
+"""Extras of this project. Nodes get the packages of these extras that are installed on this machine."""
 _BUILD_TIMEOUT_S = 3600.0
 CHECK_TIMEOUT_S = 60.0
 LOOK = "import os, sys, sysconfig; sys.exit(not os.path.isdir(sysconfig.get_path('purelib')))"
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 def installed_requirements(project: str = PROJECT) -> list[str]:
-    """Return sorted `name==version` lines for the core's requirements, and for theirs, as installed on this machine.
+    """Return sorted `name==version` lines for all packages that nodes need, in the versions that this machine has.
 
-    The build tag of a local version (torch 2.9.0+cpu) is removed, because a node with GPUs needs another build.
+    The build tag of a version (torch 2.9.0+cpu) is removed, because a node with GPUs needs another build.
 
     Raises:
         PermanentInfraError: the project, or one of its packages, is not installed on this machine.
@@ -120,10 +120,10 @@ def ensure_environment(
     """Install the packages unless the node has them. Returns the path of the environment's interpreter on the node.
 
     Args:
-        index: URL of the package index. Empty uses the node's own settings.
+        index: URL of the package index. Without `index`, the index in the node's own settings of pip or uv is used.
 
     Raises:
-        PermanentInfraError: the installer failed. The error's text has the last lines of the installer's output.
+        PermanentInfraError: the installer failed. The error's text contains the last lines of the installer's output.
         InfraError: the node cannot be reached.
     """
     job = {"installer": installer, "index": index, "requirements": list(requirements)}
@@ -131,7 +131,8 @@ def ensure_environment(
 
 
 def digest_of_build(session: Session, job: Mapping[str, Any]) -> str:  # Any: JSON
-    """Return the digest for an environment's name. The digest depends on the packages and the interpreter."""
+    """Return the digest for the name of an environment's folder. The digest depends on `job` and on the path of the
+    session's interpreter."""
     content = json.dumps([job, session.python], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
 
@@ -168,7 +169,8 @@ def build_environment(session: Session, node: Node, run_dir: str, job: Mapping[s
 
 
 def _is_usable(session: Session, python: str) -> bool:
-    """Return whether an environment's interpreter runs and still has the version that its packages need.
+    """Return whether an environment's interpreter runs and still has the Python version for which the packages were
+    installed.
 
     The environment's interpreter is a link to the machine's interpreter, which may have been removed or upgraded.
     """

@@ -1,7 +1,8 @@
 """Install exact versions of packages into a separate environment, on the node itself.
 
 This program is the node's side of environment.py. The program runs as a supervised job: `python -I
-environment_builder.py RUN_DIR`. It is one file and uses only the standard library, because its text is sent to nodes.
+environment_builder.py RUN_DIR`. The program is one file and uses only the standard library, because its text is sent to
+nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}, and "options"
                   for further arguments that both installers accept
@@ -21,11 +22,11 @@ from pathlib import Path
 
 _TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-"""Environment variables for the installers. uv uses the system's certificates, like pip. Older versions of uv know only
-the last name."""
+"""Environment variables for the installers. UV_SYSTEM_CERTS makes uv use the system's certificates, as pip does. Older
+versions of uv know only UV_NATIVE_TLS."""
 _CACHE = "../../cache/uv"
-"""uv's cache, relative to the run directory and so below the node's root. The folder is used if uv cannot write to the
-user's home."""
+"""Folder for uv's cache if uv cannot write to the user's home. The path is relative to the run directory, so the folder
+is below the node's root."""
 _FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 _PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
@@ -66,8 +67,8 @@ def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with Python 3.11 or newer and install into it. uv downloads Python if the node has no such
-    Python."""
+    """Create the environment with Python 3.11 or newer and install the packages. If the node has no Python 3.11, uv
+    downloads Python."""
     uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     # pip compares the versions in all indexes. Without this option, uv uses only the first index that has the package.
@@ -77,13 +78,14 @@ def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
 
 def _find_uv() -> "str | None":
     """Return the path of the node's uv. uv's installer changes the PATH only for terminals, so its folders are
-    searched."""
+    searched, too."""
     folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, _FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def _fetch_uv(tools: Path, index: "list[str]") -> str:
-    """Install uv from the index with this interpreter's pip. Without this pip, use the pip of a new environment."""
+    """Install uv from the index with pip, and return the path of uv. If this interpreter has no pip, use the pip of a
+    new environment."""
     if importlib.util.find_spec("pip") is not None:
         run([sys.executable, *_PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
@@ -93,7 +95,8 @@ def _fetch_uv(tools: Path, index: "list[str]") -> str:
 
 
 def _places_of_uv(directory: Path) -> "dict[str, str]":
-    """Return settings that make uv store downloads in the run directory if the user's home cannot be written."""
+    """Return environment variables that make uv store downloads below the node's root if the user's home cannot be
+    written."""
     places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
     if not os.environ.get("XDG_CACHE_HOME"):
         places["UV_CACHE_DIR"] = ("~/.cache/uv", _CACHE)

@@ -2,37 +2,37 @@
 
     InfraError
     ├── TransientInfraError       the same call may succeed later
-    │   ├── CommandTimeoutError   a command on a node did not end in time
-    │   ├── NodeUnreachableError  a node does not answer; its jobs may still run
-    │   │   ├── BannedError       the node's SSH server refuses this machine's connections for some time
-    │   │   ├── KeyAgentError     the SSH agent does not sign with a candidate key
-    │   │   └── RequestCutError   the connection broke before the node's answer arrived
-    │   │       └── LoginShellError   the login shell of a node ended before it ran Python
-    │   ├── JobLostError          a job's supervisor died (reboot, kill -9); another start begins the next attempt
-    │   ├── FullGPUError          a training ran out of GPU memory; its next attempt needs less
-    │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
-    │   ├── OfferGoneError        a provider did not create an offered machine, and nothing was created
-    │   ├── UnclearAnswerError    a provider may or may not have created a machine
-    │   ├── UnfitMachineError     a new machine is unusable; another machine may work
-    │   ├── NoMachineError        no offer led to a usable machine
-    │   ├── StillRentedError      the provider still lists a machine after the request to end it; it may cost money
-    │   ├── LedgerUnwritableError the ledger cannot be written: its disk is full or broken
-    │   └── StoreUnavailableError an object store does not answer, or data arrived incomplete
+    │   ├── CommandTimeoutError
+    │   ├── NodeUnreachableError
+    │   │   ├── BannedError
+    │   │   ├── KeyAgentError
+    │   │   └── RequestCutError
+    │   │       └── LoginShellError
+    │   ├── JobLostError
+    │   ├── FullGPUError
+    │   ├── ProviderUnavailableError
+    │   ├── OfferGoneError
+    │   ├── UnclearAnswerError
+    │   ├── UnfitMachineError
+    │   ├── NoMachineError
+    │   ├── StillRentedError
+    │   ├── LedgerUnwritableError
+    │   └── StoreUnavailableError
     └── PermanentInfraError       the call fails until a user changes something
-        ├── CommandFailedError    a command on a node ended with a code other than 0
-        ├── FileMissingError      a file on a node does not exist
-        ├── DiskFullError         a node's disk has no room
-        ├── NameUnknownError      a host name cannot be resolved
-        ├── HostKeyError          a host shows the wrong key
-        ├── LoginError            a node refuses the login, or the login key is unusable
-        ├── JobFailedError        a job ended without writing result.json
-        ├── ProviderRefusedError  a provider refuses the API key, the account or the request
-        ├── MissingKeyError       no environment variable has the API key of a provider
-        ├── MachineGoneError      a rented machine is gone; the same command, run again, uses another machine
-        ├── BudgetUsedUpError     work on a rented machine was ended: the hours or the money are nearly used up
-        ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
-        ├── ObjectMissingError    an object store has no object at the URL
-        └── ObjectDamagedError    an object differs from the manifest of its folder
+        ├── CommandFailedError
+        ├── FileMissingError
+        ├── DiskFullError
+        ├── NameUnknownError
+        ├── HostKeyError
+        ├── LoginError
+        ├── JobFailedError
+        ├── ProviderRefusedError
+        ├── MissingKeyError
+        ├── MachineGoneError
+        ├── BudgetUsedUpError
+        ├── StoreRefusedError
+        ├── ObjectMissingError
+        └── ObjectDamagedError
 
 Every exception has all its arguments in `args`, so that it can be pickled.
 """
@@ -57,7 +57,7 @@ class CompletedCommand:
 
 
 class InfraError(Exception):
-    """An error of a machine. Only its two subclasses are raised."""
+    """An error of a machine. Only TransientInfraError, PermanentInfraError and their subclasses are raised."""
 
 
 class TransientInfraError(InfraError):
@@ -81,7 +81,7 @@ class CommandTimeoutError(TransientInfraError):
 
 
 class NodeUnreachableError(TransientInfraError):
-    """A node does not answer, or the connection to the node broke. The node's jobs count as running."""
+    """A node does not answer, or the connection to the node broke. The node's jobs may still be running."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)
@@ -135,7 +135,7 @@ class ProviderUnavailableError(TransientInfraError):
 
 
 class OfferGoneError(TransientInfraError):
-    """A provider did not create an offered machine, and nothing was created. Another offer may work."""
+    """A provider refused to create an offered machine. Another offer may work."""
 
 
 class UnclearAnswerError(TransientInfraError):
@@ -155,7 +155,7 @@ class LedgerUnwritableError(TransientInfraError):
 
 
 class JobLostError(TransientInfraError):
-    """A job's supervisor died without writing an exit record."""
+    """A job's supervisor died without writing an exit record. The next start begins a new attempt."""
 
     def __init__(self, run_dir: str, attempt: int, reason: str) -> None:
         super().__init__(run_dir, attempt, reason)
@@ -168,7 +168,7 @@ class JobLostError(TransientInfraError):
 
 
 class FullGPUError(TransientInfraError):
-    """A training on several machines ran out of GPU memory, and its next attempt needs less."""
+    """A training on several machines ran out of GPU memory. The next attempt of the training needs less GPU memory."""
 
 
 class CommandFailedError(PermanentInfraError):

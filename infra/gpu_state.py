@@ -1,6 +1,6 @@
 """The GPUs of a node according to its driver: name, memory, driver version, and the programs on each GPU.
 
-    nvidia-smi --query-gpu ..., --query-compute-apps ...  ──> GpuState per GPU; none without the driver
+    nvidia-smi --query-gpu ..., --query-compute-apps ...  ──> GpuState per GPU; an empty list without the driver
 
 Not here: whether torch can use the GPUs (node_probe.py), which job holds them (supervisor/gpu_slots.py).
 """
@@ -20,12 +20,11 @@ FORMAT = "--format=csv,noheader,nounits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProgram:
-    """A program that computes on a GPU."""
-
     pid: int
     name: str
     used_gb: float
-    """Memory in GB. 0 if the driver does not report the memory, for example in a container."""
+    """GPU memory that the program uses, in GB, or 0 if the driver does not report this number, for example in a
+    container."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}{f', {self.used_gb:.1f} GB' if self.used_gb else ''})"
@@ -33,7 +32,7 @@ class GpuProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU. The GPU's index in the list is its rank. Sizes are in GB of 10^9 bytes."""
+    """The state of one GPU. Its rank is its index in the result of `read_gpus`. Sizes are in GB of 10^9 bytes."""
 
     name: str
     total_gb: float
@@ -43,7 +42,7 @@ class GpuState:
 
 
 def read_gpus(session: Session) -> list[GpuState]:
-    """Return the GPUs of a node. Empty if the node has no GPUs, or if nvidia-smi does not report them."""
+    """Return the GPUs of a node, or an empty list if the node has no GPUs, or if nvidia-smi does not report them."""
     gpus = _ask(session, f"--query-gpu={GPU_FIELDS}")
     return parse_gpus(gpus, _ask(session, f"--query-compute-apps={PROGRAM_FIELDS}")) if gpus else []
 
@@ -68,7 +67,7 @@ def parse_gpus(gpus: str, programs: str) -> list[GpuState]:
 
 
 def driver_version(text: str) -> tuple[int, ...]:
-    """Return the numbers of a driver's version. () if the text is not a version."""
+    """Return the numbers of a driver's version, or () if the text is not a version."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 

@@ -11,7 +11,7 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Ignore Ctrl-C in the block, so that a second Ctrl-C does not stop the cleanup after the first.
 
-    Only the main thread receives Ctrl-C. In other threads the block has no effect.
+    Only the main thread receives Ctrl-C. In other threads, this function has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -25,7 +25,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C in the block and do not raise KeyboardInterrupt. The yielded function returns whether Ctrl-C was
+    """Record Ctrl-C in the block instead of raising KeyboardInterrupt. The yielded function returns whether Ctrl-C was
     pressed."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -51,8 +51,7 @@ def interrupted_afterwards() -> Iterator[None]:
 def interrupted_if(is_wanted: Callable[[], bool]) -> Iterator[None]:
     """If this process ignores SIGINT, let a SIGINT in the block raise KeyboardInterrupt if `is_wanted()` is true.
 
-    A shell script starts its background processes so that they ignore SIGINT. Ctrl-C is meant for the script and does
-    not end these processes.
+    A shell script starts its background processes with SIGINT ignored, so that Ctrl-C ends only the script.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -1,7 +1,7 @@
 """Start, follow and end one detached job on a node, and read how the job ended.
 
-A job is identified by its run directory. Every function of this module calls the node's supervisor once. The calls are
-idempotent, so they may be repeated after a broken connection.
+A job is identified by its run directory. The functions call the supervisor program on the node (supervisor/). The calls
+are idempotent, so they may be repeated.
 
     start_or_attach ── RUNNING ──┬── FINISHED   result.json exists
          ABSENT ┘                ├── EXITED     it ended without result.json; `exit` says how
@@ -65,13 +65,14 @@ JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
-"""Default limit on the seconds that a program may take to save its state before it ends."""
+"""Default limit on the seconds that a program may take to save its state after its end was requested."""
 _CANCEL_LOOK_S = 1.0
 """Seconds for which one call waits for the end of a cancelled job. `cancel_job` repeats the call."""
 MAX_BROKEN_STREAMS = 10
 """Number of connections in a row without a received message after which `follow_job` gives up."""
 STEADY_S = 600.0
-"""A connection that lasted this many seconds counts as working even without a message: the job may wait for a GPU."""
+"""A connection that lasted this many seconds counts as working, because a job that waits for a GPU sends no
+messages."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
 _SUPERVISOR = Path(supervisor.__file__).parent
@@ -100,7 +101,7 @@ class JobExit:
 
     attempt: int
     code: int
-    """The program's exit code. 128 + the signal's number if a signal ended it."""
+    """The program's exit code. 128 + the signal's number if a signal ended the program."""
     signal: int | None
     cancelled: bool
     timeout: bool
@@ -115,41 +116,38 @@ class JobExit:
     """Time of the start by the node's clock, in UTC and ISO 8601 format."""
     ended_at: str
     saved_step: int | None = None
-    """The last saved step. 0 if the program saved no step. None if the program does not report its saved step."""
+    """The last saved step, or 0 if the program saved no step. None if the program does not report its saved step."""
     problem: str = ""
-    """Why the program could not save a later step when its end was requested. Empty if the program could save."""
+    """Why the program could not save a later step when its end was requested, or "" if the program could save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """The state of a job at one moment."""
-
     run_dir: str
     state: JobState
     attempt: int
-    """Number of the attempt, from 1. 0 before the first attempt."""
+    """Number of the latest attempt, from 1, or 0 before the first attempt."""
     attached: bool
     """Whether `start_or_attach` found the job running or finished, and started nothing."""
     pid: int | None
-    """Process id of the program on the node. None while the job waits for GPUs."""
+    """Process id of the program on the node, or None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """The GPU for which the job waits, and the job that holds it. Empty if the job does not wait."""
+    """The GPU for which the job waits, and the job that holds it, or "" if the job does not wait."""
     log_size: int
-    """Size of log.txt in bytes."""
     exit: JobExit | None
     reason: str
-    """Why the job is LOST. Empty if the job is not LOST."""
+    """Why the job is LOST, or "" if the job is not LOST."""
     orphans: tuple[int, ...]
-    """Process ids of processes that a LOST job left behind. The next start or cancel ends them."""
+    """Process ids of processes that a LOST job left behind. The next start or cancel ends these processes."""
     is_ending: bool = False
-    """Whether the job is RUNNING but being ended, because its end was requested or a limit is reached. The job may
-    still be saving."""
+    """Whether the job is RUNNING but will end, because its end was requested or a limit is reached. The program may be
+    saving its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOffsets:
-    """Numbers of bytes of a run directory's files that were already delivered."""
+    """Numbers of bytes of the files in a run directory that the follower has already received."""
 
     log: int = 0
     metrics: int = 0
@@ -159,10 +157,11 @@ class FollowOffsets:
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
     """Start the job unless it is finished or running. Concurrent callers start the job only once.
 
-    If the job is being ended, because of a request or a limit, the call waits for its end and starts the next attempt.
+    If the end of the job was requested or a limit is reached, the call waits for the job's end and starts the next
+    attempt.
 
     Raises:
-        PermanentInfraError: the command cannot be run, or the job that is being ended does not end.
+        PermanentInfraError: the command cannot be run, or a job whose end was requested does not end.
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
     timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
@@ -191,11 +190,11 @@ def cancel_job(
     most `max_grace_s` seconds.
 
     Args:
-        store: identity of the caller's ledger. A job that runs of other ledgers follow is not ended. If empty, the job
-            is ended in any case.
-        on_wait: called once if the job takes a while to end.
-        is_impatient: returns True to stop waiting. The job still saves and ends. The returned status is then RUNNING
-            with `is_ending`.
+        store: identity of the caller's ledger. A job that runs of other ledgers follow keeps running. Without `store`,
+            the job is always ended.
+        on_wait: called once if the job has not ended after a second.
+        is_impatient: returns True to stop waiting for the job, which still saves its state and ends. If the wait was
+            stopped, the status is RUNNING with `is_ending`.
     """
     on_behalf = (store,) if store else ()
     limits = (str(grace_s), str(max_grace_s), str(_CANCEL_LOOK_S))
@@ -227,7 +226,7 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
-    """Return the content of result.json. None while the job is not finished."""
+    """Return the content of result.json, or None while the job is not finished."""
     try:
         return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
@@ -256,7 +255,7 @@ def follow_job(
     lines are not delivered.
 
     Args:
-        on_log: called with pieces of the log. If None, the log is not transferred.
+        on_log: called with pieces of the log. Without `on_log`, the log is not transferred.
         store: identity of the caller's ledger. While this call runs, runs of other ledgers do not end the job.
 
     Raises:
@@ -309,12 +308,13 @@ def raise_failure(
     """Raise the error for a job that is not in the wanted state.
 
     Args:
-        explain_log: returns a sentence with the cause, given the last lines of the job's log. "" if it finds no cause.
+        explain_log: returns a sentence with the cause of the failure, given the end of the job's log. Returns "" if the
+            log does not show the cause.
 
     Raises:
         JobLostError: the job's supervisor died.
         PermanentInfraError: the job's directory is missing.
-        JobFailedError: in all other cases, with the reason and the log's last lines.
+        JobFailedError: in all other cases. The error's text contains the reason and the log's last lines.
     """
     if status.state == JobState.LOST:
         raise JobLostError(status.run_dir, status.attempt, status.reason)
@@ -333,7 +333,6 @@ def raise_failure(
 
 
 def describe_exit(exit_record: JobExit) -> str:
-    """Return one sentence that says how a job ended."""
     if exit_record.cancelled:
         return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:
@@ -353,7 +352,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """Return a phrase about the saved step of an ended job, for the end of a sentence. "" if the step is unknown."""
+    """Return a phrase about the saved step, for the end of a sentence about a job, or "" if the step is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""
@@ -393,9 +392,9 @@ def _parse_status(document: JsonObject) -> JobStatus:
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
-    """Call one verb of the supervisor. The last line of the supervisor's output is the answer."""
+    """Call one verb of the supervisor on the node, and parse the last line of its output."""
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # the new process becomes the supervisor, so no agent may fork it
+    if verb == "start":  # the new process becomes the supervisor, so it must not be forked by an agent
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:

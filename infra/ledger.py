@@ -1,17 +1,17 @@
-"""The ledger records which runs need which job. The ledger survives restarts, and all processes of a store share it.
+"""The ledger records which runs need which job. The ledger is a file, which all processes of a store share.
 
-Two runs that need the same SFT share its job. Each run holds a lease on the job. When the last lease is dropped, the
-job is stopped.
+Two runs that need the same job, for example the same SFT, share the job. Each run holds a lease on the job. When the
+last lease is dropped, the job is stopped.
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
-A job runs on only one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may
-take long. The run adds its lease when the run starts the job or attaches to the job.
+A job runs on only one node at a time. A run therefore claims the job (`claim`) before it uploads files to the node,
+which may take long. The run adds its lease when it starts the job.
 
-A killed run does not drop its leases. Each run therefore holds a lock on the file ledger.runs/<run> while its process
-is alive, and the kernel frees the lock. A claim does not count if the lock of its run is free, because the node of a
-dead run may never come back. The jobs of a dead run may still run on its node (`nodes_left`) while another run does the
-same job on another node.
+A killed run does not drop its leases. Each run therefore holds a lock on the file ledger.runs/<run>, which the kernel
+frees when the run's process ends. A claim does not count if the lock of its run is free, because the node of a dead run
+may never come back. The jobs of a dead run may still run on its node (`nodes_left`) while another run does the same job
+on another node.
 
 The ledger is one SQLite file, which also has the tables of rentals.py, registry.py and retrainings.py. Not here: the
 file (ledger_file.py), and the lease of an engine itself, which is a file on the node (`lease_s` of jobs.py).
@@ -36,22 +36,17 @@ LEDGER_FILE = "ledger.db"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The lease or claim of one run on one job."""
-
     run_dir: str
     run_id: str
     node: str
-    """Name of the node on which the job runs."""
     created_at: float
     """Time of the creation in seconds since 1970, by the clock of the ledger's machine."""
     is_started: bool
-    """False while the run only claims the job and uploads files to the node. A claim keeps other nodes from the job,
-    but does not keep the job alive."""
+    """False while the run only claims the job and uploads files to the node. A claim keeps runs from starting the job
+    on another node, but does not keep a running job alive."""
 
 
 class StageUse(NamedTuple):
-    """The use of a stage by a run."""
-
     stage: str
     """The name of the stage's directory."""
     run_id: str
@@ -70,8 +65,8 @@ class Ledger(LedgerFile):
     def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
         """Claim a job for a run that will start it on a node.
 
-        Returns the other nodes on which other runs need the job. If a node is returned, nothing is claimed. Only one of
-        several concurrent claims on different nodes succeeds.
+        Returns the other nodes on which other runs need the job. If the returned set is not empty, the job is not
+        claimed. Only one of several concurrent claims on different nodes succeeds.
         """
         with self.transaction():
             elsewhere = self.nodes_at_work(run_dir.rpartition("/")[2], besides=run_id) - {node}
@@ -92,7 +87,7 @@ class Ledger(LedgerFile):
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
         """Add a lease for a run that is about to start the job. The call is idempotent.
 
-        While another run ends the job (in `dropped_lease`), the call waits.
+        If another run is ending the job (in `dropped_lease`), the call waits until the job has ended.
         """
         with self._changing_leases(run_dir):
             self._hold_lease(run_dir, run_id, node)
@@ -108,9 +103,8 @@ class Ledger(LedgerFile):
     def drop_lease(self, run_dir: str, run_id: str) -> int:
         """Drop a run's lease on a job, if the run has a lease. Returns how many leases on the job remain.
 
-        Leases on other nodes belong to other jobs and are not counted. Claims of jobs that were not started are not
-        counted either. Leases of dead runs are dropped too. If several runs drop their leases concurrently, only one
-        gets 0.
+        Claims are not counted, and neither are leases on other nodes, which belong to other jobs. Leases of dead runs
+        are dropped too. If several runs drop their leases concurrently, only one run gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
         with self.transaction():  # one process at a time, because `has_died` takes a run's lock for a moment
@@ -150,19 +144,20 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays: a waiting process would otherwise get the lock of a deleted file
+        with locked(path):  # keep the file, or a waiting process would get the lock of a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
-        """Return the nodes on which live runs other than `besides` need the job with this directory name."""
+        """Return the nodes on which live runs, except the run `besides`, have a lease or claim on the job with this
+        directory name."""
         claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def nodes_left(self, directory_name: str) -> set[str]:
-        """Return the nodes on which dead runs started the job with this directory name, and may have left it
-        running."""
-        with self.transaction():  # one process at a time, as in `drop_lease`
+        """Return the nodes on which dead runs started the job with this directory name. The job may still be running
+        there."""
+        with self.transaction():  # one process at a time, because `has_died` takes locks
             started = [lease for lease in self.leases() if lease.is_started]
             of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}
@@ -180,8 +175,8 @@ class Ledger(LedgerFile):
         ]
 
     def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
-        """Record that a run has begun or reused a stage. Live pages show the record. Stages of live runs are not
-        pruned.
+        """Record that a run has begun or reused a stage. The live pages show this use. `rollouts prune` keeps stages of
+        live runs.
 
         Args:
             stage: the name of the stage's directory.
@@ -207,7 +202,7 @@ class Ledger(LedgerFile):
             database.execute("INSERT OR REPLACE INTO run_plans (run, stages) VALUES (?, ?)", (run, " ".join(stages)))
 
     def planned_stages(self, run: str) -> tuple[str, ...]:
-        """Return the names of all stages of a run, in order. Empty if unknown."""
+        """Return the names of all stages of a run, in order, or an empty tuple if unknown."""
         rows = self.read("SELECT stages FROM run_plans WHERE run = ?", (run,))
         return tuple(str(rows[0][0]).split()) if rows else ()
 
@@ -216,7 +211,7 @@ class Ledger(LedgerFile):
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
     def first_use(self, stage: str) -> StageUse | None:
-        """Return the use of a stage by the run that began it first. None if unknown."""
+        """Return the use of a stage by the run that began it first, or None if unknown."""
         uses = [use for use in self.stage_uses() if use.stage == stage and use.run]
         return min(uses, key=lambda use: use.began_at, default=None)
 
@@ -229,7 +224,7 @@ class Ledger(LedgerFile):
         return self._run_lock_path(run_id).is_file() and not self.has_died(run_id)
 
     def living_runs(self) -> dict[str, float]:
-        """Return the live runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
+        """Return the live runs: for each run id, the latest possible time of the run's start in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
             with suppress(FileNotFoundError):  # the run may have ended since the listing
@@ -242,7 +237,8 @@ class Ledger(LedgerFile):
     def living_run(self, run_id: str) -> Iterator[None]:
         """Register the run as living while the block runs and this process is alive.
 
-        Several processes of a run may be in this block. The run counts as living until the last process has left it.
+        Several processes of a run may be in this block. The run counts as living until the last process has left the
+        block.
         """
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -258,13 +254,13 @@ class Ledger(LedgerFile):
     def has_died(self, run_id: str) -> bool:
         """Return whether the run has registered itself as living and its process is gone.
 
-        A run that never registered itself counts as alive. The empty run id also counts as alive; a machine that was
-        missing from the ledger has this id.
+        A run that never registered itself has not died. The empty run id, which stands in the rows of machines that
+        were missing from the ledger, has not died either.
         """
         path = self._run_lock_path(run_id)
         if not run_id or not path.exists():
             return False
-        # The check takes the run's lock for a moment. A concurrent check would find the lock taken and the run alive.
+        # Allow one check at a time. The check takes the run's lock, so a concurrent check would find a dead run alive.
         with _alone_in(path.parent):
             try:
                 lock = os.open(path, os.O_RDWR)
@@ -298,8 +294,8 @@ class Ledger(LedgerFile):
             yield
 
     def start_lock(self, stage: str) -> Path:
-        """Return the path of a stage's lock file. The lock is held during the stage's upload to other machines and its
-        start."""
+        """Return the path of a stage's lock file. A run holds this lock while it uploads the stage's inputs to other
+        machines and starts the stage."""
         path = self.path.with_suffix(".starting") / stage
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
@@ -326,8 +322,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked_where_it_lies(path: Path) -> Iterator[int]:
-    """Hold a shared lock on the file at this path. If the file was deleted during the wait for the lock, start
-    again."""
+    """Hold a shared lock on the file at this path. If another process deleted the file during the wait for the lock,
+    lock the new file."""
     with ExitStack() as stack:
         while True:
             lock = stack.enter_context(lock_file(path))

@@ -129,14 +129,14 @@ _MIGRATIONS = (
     ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
     ("CREATE TABLE run_plans (run TEXT PRIMARY KEY, stages TEXT NOT NULL) STRICT, WITHOUT ROWID",),
 )
-"""Statements that migrate a ledger from each format to the next one. Format 0 is an empty file."""
+"""Item n has the statements that migrate a ledger from format n to format n + 1. Format 0 is an empty file."""
 _SCHEMA_VERSION = len(_MIGRATIONS)
 _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 """SQLite's error codes for problems that waiting does not solve."""
 
 
 class LedgerFile:
-    """An open ledger file. Only one thread may use it. Other processes may have the same ledger open.
+    """An open ledger file, for use by one thread. Other processes may have the same ledger open.
 
     The methods raise LedgerUnwritableError if the disk is full or broken. The methods raise TransientInfraError if the
     file is busy.
@@ -168,7 +168,8 @@ class LedgerFile:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the block as one atomic transaction. A transaction inside another transaction joins the outer one."""
+        """Run the block as one atomic transaction. A transaction inside another transaction joins the outer
+        transaction."""
         if self._database.in_transaction:
             yield self._database
             return
@@ -194,7 +195,8 @@ class LedgerFile:
 
     @contextmanager
     def _as_errors_of_ours(self) -> Iterator[None]:
-        """Convert SQLite's errors to InfraErrors. Errors in our own statements are not converted."""
+        """Convert SQLite's errors to InfraErrors. Errors that our own statements cause, such as violated constraints,
+        stay unchanged."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -211,7 +213,7 @@ class LedgerFile:
             ) from error
 
     def _opened(self) -> sqlite3.Connection:
-        """Open the file. A file of an older format is migrated. A file of the present format is not written."""
+        """Open the file. A file of an older format is migrated. Opening a file of the present format writes nothing."""
         database = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             self._switch_to_wal(database)
@@ -247,7 +249,7 @@ class LedgerFile:
                 closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
             ):
                 alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # makes SQLite keep the WAL index in memory
-                _version_of(alone)  # waits for other processes with a timeout, but `backup` would wait forever
+                _version_of(alone)  # waits for other processes with a timeout; `backup` would wait forever
                 alone.backup(copy)
                 self._migrate(copy)
         except BaseException:
@@ -294,5 +296,5 @@ def _version_of(database: sqlite3.Connection) -> int:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """Return SQLite's primary error code. 0 if the error does not come from SQLite."""
+    """Return SQLite's primary error code, or 0 if the error does not come from SQLite."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

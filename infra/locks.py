@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """Open the lock file, and create it if it is missing. Returns its descriptor. Closing the last descriptor frees the
-    lock."""
+    """Open the lock file, and create the file if it is missing. Returns a descriptor. A lock is freed when its last
+    descriptor is closed."""
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
@@ -47,10 +47,11 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def is_locked(path: Path, probe: int) -> bool:
-    """Return whether a process holds a lock that excludes a lock of kind `probe` (LOCK_SH or LOCK_EX). False if the
-    file is missing."""
+    """Return whether a process holds the lock in a way that excludes a lock of kind `probe` (LOCK_SH or LOCK_EX). False
+    if the file is missing."""
     try:
-        # NFS needs a writable descriptor for an exclusive lock. A shared lock must also work without write permission.
+        # NFS needs a writable descriptor for an exclusive lock. A shared lock must also be possible without write
+        # permission.
         lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
     except FileNotFoundError:
         return False

@@ -22,13 +22,12 @@ HOST = re.compile(
         (?: :(?P<port>\d+) )?""",
     re.ASCII | re.VERBOSE,
 )
-"""Pattern of user@host:port. The pattern allows only characters that neither shells nor programs with a host argument
-can misread."""
+"""Pattern of user@host:port. The pattern allows only characters without a special meaning for shells and for programs
+that get a host as an argument."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-"""Pattern of a machine's name in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
 _PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
-"""Pattern of jump hosts, separated by commas. Only safe characters are allowed, as in HOST."""
+"""Pattern of jump hosts, separated by commas. The same characters are allowed as in HOST."""
 _FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
@@ -46,9 +45,9 @@ NO_NODE = "none"
 """Kind of the placeholder node of a run that needs no machine (see `no_machine`)."""
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 """Marks a setting that names a program, commands, packages to install, or a machine that gets code, data and keys. A
-run started through Prefect may set it only to a value that the operator trusts (flows/trusted_code.py)."""
+run that was started through Prefect may set this setting only to a value that the operator trusts
+(flows/trusted_code.py)."""
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""The Python interpreter of a machine's operating system."""
 
 
 class LocalNode(BaseModel):
@@ -59,9 +58,10 @@ class LocalNode(BaseModel):
     kind: Literal["local"] = "local"
     """`local`: the stages run on this machine, the machine of the worker."""
     root: str = ""
-    """Directory for run directories. Leave it empty to use the pipeline's store."""
+    """Directory for run directories. Leave `root` empty to use the pipeline's store."""
     python: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Python interpreter that runs the training, with torch installed. Leave it empty to use the worker's own."""
+    """Python interpreter that runs the training, with torch installed. Leave `python` empty to use the worker's
+    interpreter."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start if the disk has less free space than this, in GB (10^9 bytes)."""
 
@@ -74,9 +74,10 @@ class PackageSettings(BaseModel):
     install: Literal["nothing", "pip", "uv"] = "nothing"
     """Install the project's packages on the machine, once, into a separate environment below `root`."""
     requirements: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """File with the exact versions to install. Leave it empty to install the versions of this machine."""
+    """File with the exact versions to install. Leave `requirements` empty to install the versions that this machine
+    has."""
     package_index: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """URL of the package index. Leave it empty to use the setting of the machine's own pip or uv."""
+    """URL of the package index. Leave `package_index` empty to use the setting of the machine's own pip or uv."""
 
     @field_validator("package_index")
     @classmethod
@@ -95,16 +96,17 @@ class SSHMachine(PackageSettings):
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave it empty to look it up in
-    known_hosts."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to look up the host
+    key in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
     """File in OpenSSH's format for looking up the machine's host key."""
     proxy_jump: str = ""
     """Machines to jump through, as for `ssh -J`: user@bastion:port or a name in ~/.ssh/config, separated by commas."""
     ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave it empty for ~/.ssh/config."""
+    """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave `ssh_config` empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
-    """Accept the host key of an unknown machine at the first login, store it, and refuse any other key later."""
+    """Accept and store the host key that an unknown machine shows at the first login, and refuse any other key
+    later."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     python: str = Field(json_schema_extra=RUNS_PROGRAM)
@@ -127,13 +129,13 @@ class SSHMachine(PackageSettings):
 
 
 class FurtherNode(SSHMachine):
-    """A further machine of a unit. It shares a network with the leader, but no disk."""
+    """A further machine of a run, in the same network as the first machine, without a shared disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A further machine")
 
     address: str = ""
-    """The machine's IP address in the network of the run's machines. Its processes listen there. Leave it empty if it
-    is the address in `host`."""
+    """The machine's IP address in the network of the run's machines, at which its processes listen. Leave `address`
+    empty if `host` contains this address."""
 
     @property
     def reached_at(self) -> str:
@@ -158,11 +160,11 @@ class SSHNode(SSHMachine):
     kind: Literal["ssh"] = "ssh"
     """`ssh`: the stages run on a machine that is reached over SSH."""
     trainer_nodes: tuple[FurtherNode, ...] = ()
-    """Machines that train together with the machine above. Each uses `deployment.trainer_gpu_ranks`, or
-    `deployment.trainer_processes` processes on the CPU. Leave it empty to train on the machine above alone."""
+    """Machines that train together with the machine in `host`. Each machine uses `deployment.trainer_gpu_ranks`, or
+    `deployment.trainer_processes` processes on the CPU. Leave the list empty to train only on the machine in `host`."""
     engine_nodes: tuple[FurtherNode, ...] = ()
-    """Machines for the inference engines of RL. Each runs `deployment.num_engines` engines. Leave it empty to run the
-    engines on the machine above."""
+    """Machines for the inference engines of RL. Each machine runs `deployment.num_engines` engines. Leave the list
+    empty to run the engines on the machine in `host`."""
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
@@ -185,15 +187,15 @@ class SSHNode(SSHMachine):
 
 
 class InstanceNode(PackageSettings):
-    """A machine that you rented yourself. Its provider is asked for the address, and the machine outlives the run."""
+    """A machine that you rented yourself. The run asks its provider for the address, and does not end the machine."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine that you rented"
     )
 
     kind: Literal["instance"] = "instance"
-    """`instance`: the stages run on a machine that you rented yourself. Its provider's key is in an environment
-    variable of the worker, for example RUNPOD_API_KEY."""
+    """`instance`: the stages run on a machine that you rented yourself. The worker needs the provider's API key in an
+    environment variable, for example RUNPOD_API_KEY."""
     instance: str
     """The machine as PROVIDER:ID, for example runpod:abc123. `rollouts gpus` lists the providers."""
     key_file: str = ""
@@ -202,8 +204,8 @@ class InstanceNode(PackageSettings):
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave it empty to accept the key of the
-    first login and refuse any other key later."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to accept the key of
+    the first login and refuse any other key later."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
@@ -225,41 +227,43 @@ class RentedNode(PackageSettings):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A rented machine")
 
     kind: Literal["rented"] = "rented"
-    """`rented`: the stages run on a machine that is rented for the run. The providers' keys are in environment
-    variables of the worker, for example RUNPOD_API_KEY."""
+    """`rented`: the stages run on a machine that is rented for the run. The worker needs the providers' API keys in
+    environment variables, for example RUNPOD_API_KEY."""
     query: GPUQuery = GPUQuery()
     """Conditions on the machine and its price. The cheapest matching machine is rented."""
     max_usd: float = Field(gt=0, allow_inf_nan=False, strict=True)
-    """Limit of the run's spending on machines, in US dollars. Machines are ended when it is used up."""
+    """Limit of the run's spending on machines, in US dollars. The machines are ended when this amount is used up."""
     max_hours: float = Field(default=24.0, gt=0, le=720, strict=True)
     """Limit of the time for which a machine is rented, in hours."""
     image: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
+    """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave `image`
     empty to use the provider's default."""
     key_file: str = "~/.ssh/id_ed25519"
-    """Private key for the login. The machine gets the public key from the file of the same name with .pub."""
+    """Private key for the login. The file of the same name with .pub must contain the public key, which the machine
+    gets."""
     key_variable: str = Field("", pattern=VARIABLE)
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
     host_keys: Literal["expect", "first_use"] = "expect"
-    """`expect`: compare the host key of the first connection with a key known in advance, if the provider supports that
-    (Lambda, RunPod). `first_use`: accept the key of the first connection, for images that always create their own
+    """`expect`: compare the host key of the first connection with a key that is known before, if the provider supports
+    this (Lambda, RunPod). `first_use`: accept the key of the first connection, for images that always create their own
     key."""
     setup: tuple[str, ...] = Field((), json_schema_extra=RUNS_PROGRAM)
     """Shell commands that run once on a fresh machine, for example to install system packages. Prefect's pages show
-    them: do not put secrets there."""
+    these commands, so do not put secrets into them."""
     num_trainer_nodes: int = Field(default=1, ge=1, le=64, strict=True)
     """Number of machines that train together, each with `deployment.trainer_gpu_ranks`. All machines of a run are of
-    one kind, in one region of one provider. max_usd is for all of them."""
+    one kind, in one region of one provider. max_usd limits the cost of all machines together."""
     num_engine_nodes: int = Field(default=0, ge=0, le=64, strict=True)
     """Number of further machines for the inference engines of RL, each with `deployment.num_engines` engines. 0: run
     the engines on the first machine."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120, strict=True)
-    """Minutes until a new machine must accept a login. Afterwards it is given back, and the next offer is tried."""
+    """Minutes within which a new machine must accept a login. A machine that takes longer is released, and the next
+    offer is tried."""
     keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
     """Minutes for which the machine of a failed run stays rented, and costs money, so that you can log in or press
-    Retry. max_hours and max_usd still hold. `rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends the
-    machine afterwards. If none of them runs, the machine stays rented."""
+    Retry. max_hours and max_usd also end a kept machine. `rollouts up`, `rollouts watch`, a later run or `rollouts
+    reap` ends the machine afterwards. If none of these commands runs, the machine stays rented."""
     min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False, strict=True)
     """Release a fresh machine whose upload or download is slower than this, in megabits per second, and rent another
     one."""
@@ -337,7 +341,6 @@ _FORMS = {
 
 
 NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(discriminator="kind")]
-"""Settings of a machine of any kind."""
 
 
 def without_further_nodes(settings: NodeSettings) -> NodeSettings:
@@ -369,7 +372,6 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
     "instance": InstanceNode,
     "rented": RentedNode,
 }
-"""The type of settings for each kind of node."""
 
 
 NO_AGENT = "none"
@@ -384,28 +386,29 @@ class SSHAccess:
     port: int
     user: str
     key_file: str = ""
-    """File of the private key. If empty, the keys of the agent and of ~/.ssh are used."""
+    """File of the private key. Without `key_file`, the keys of the agent and of ~/.ssh are used."""
     further_key_files: tuple[str, ...] = ()
     """Files of further private keys, which are tried after `key_file`."""
     key_variable: str = ""
     """Environment variable with the private key itself, in place of `key_file`."""
     host_key: str = ""
-    """Expected fingerprint of the host key, SHA256:... If empty, the host key is looked up in `known_hosts`."""
+    """Expected fingerprint of the host key, SHA256:... Without `host_key`, the host key is looked up in
+    `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
-    """Files in OpenSSH's format for looking up the host key."""
+    """Files in OpenSSH's format with known host keys."""
     host_key_alias: str = ""
-    """The host's name in known_hosts files. If empty, the host's address is used."""
+    """The host's name in known_hosts files. Without `host_key_alias`, the host's address is used."""
     first_use_file: str = ""
-    """File that stores host keys accepted at the first login. If empty, unknown hosts are refused."""
+    """File that stores host keys accepted at the first login. Without `first_use_file`, unknown hosts are refused."""
     pinned_file: str = ""
-    """File that stores a key after a match with `host_key`, so that later logins know the key's type. If empty,
-    `first_use_file` is used."""
+    """File that stores a key after a match with `host_key`, so that later logins know the key's type. Without
+    `pinned_file`, `first_use_file` is used."""
     proxy_jump: str = ""
-    """Jump hosts, separated by commas. If empty, the connection is direct (ssh/proxy_jump.py)."""
+    """Jump hosts, separated by commas. Without `proxy_jump`, the connection is direct (ssh/proxy_jump.py)."""
     ssh_config: str = ""
-    """OpenSSH's configuration file for `proxy_jump`. If empty, the user's configuration is used."""
+    """OpenSSH's configuration file for `proxy_jump`. Without `ssh_config`, the user's configuration is used."""
     agent: str = ""
-    """Socket of the SSH agent, or NO_AGENT. If empty, SSH_AUTH_SOCK is used."""
+    """Socket of the SSH agent, or NO_AGENT. Without `agent`, SSH_AUTH_SOCK is used."""
 
     @property
     def address(self) -> str:
@@ -415,7 +418,7 @@ class SSHAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that the run may use. All fields are plain values, so that a node can be stored as JSON."""
+    """A machine that a run uses. All fields are plain values, so that the record can be stored as JSON."""
 
     name: str
     """Name that is unique among the nodes of a run. The ledger identifies the node by its name."""
@@ -426,29 +429,31 @@ class Node:
     python: str
     """Path of the interpreter for the project's programs and the training."""
     mirror: str = ""
-    """Absolute path of the directory on this machine with copies of the files in `root`. Empty if `root` is on this
+    """Absolute path of the directory on this machine with copies of the files in `root`, or "" if `root` is on this
     machine."""
     access: SSHAccess | None = None
-    """Parameters of the SSH login. None if the node is this machine."""
+    """Parameters of the SSH login, or None if the node is this machine."""
     is_rented: bool = False
     """Whether the run rented the machine and pays for it until it is released."""
     is_of_user: bool = False
-    """Whether the user rented the machine. The run then neither counts its cost nor ends it."""
+    """Whether the user rented the machine. If `is_of_user` is true, the run neither counts the machine's cost nor ends
+    the machine."""
     believed_by: str = ""
-    """The evidence for accepting the machine's host key (see ssh/host_keys.py). Empty if the node is this machine."""
+    """The evidence for accepting the machine's host key (see ssh/host_keys.py), or "" if the node is this machine."""
     engine_kind: str = ""
-    """If the settings say `kind = "auto"`: the kind of engine that was chosen for this machine."""
+    """The kind of engine that was chosen for this machine, if the settings say `kind = "auto"`."""
     placement: str = ""
-    """The settings of `deployment` that were planned for the machine's GPUs, as JSON. Empty without a plan."""
+    """The settings of `deployment` that were planned for the machine's GPUs, as JSON, or "" without a plan."""
     engine_python: str = ""
-    """The interpreter of the engine that a run installed or found on the machine. If empty, the interpreter in the
-    settings is used."""
+    """The interpreter of the engine that a run installed or found on the machine. Without `engine_python`, the
+    interpreter in the settings is used."""
     address: str = ""
-    """The address at which the machine's processes listen for the leader of its unit. Empty for the leader itself."""
+    """The address at which the machine's processes listen for the leader of its unit, or "" for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()
-    """Other nodes that train together with this node. All of these nodes form one unit."""
+    """Other nodes that train together with this node. This node, the trainer nodes and the engine nodes form one
+    unit."""
     engine_nodes: tuple["Node", ...] = ()
-    """Nodes of the unit that run only engines. Empty if the engines run on this node."""
+    """Nodes of the unit that run only engines, or an empty tuple if the engines run on this node."""
 
     @property
     def is_remote(self) -> bool:
@@ -465,7 +470,7 @@ class Node:
         return (*self.trainer_nodes, *self.engine_nodes)
 
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
-        """Return the node on which an engine runs. Engines fill the first node, then the next node."""
+        """Return the node on which the engine with this index runs. Engines fill one engine node after another."""
         return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
 
     def named(self, name: str) -> "Node":
@@ -483,5 +488,5 @@ class Node:
 
 
 def no_machine(store: str) -> Node:
-    """Return a placeholder node, for a run whose results are all in the store. Jobs cannot run on it."""
+    """Return a placeholder node for a run whose results are all in the store. No job can run on this node."""
     return Node(name="no machine", kind=NO_NODE, root=store, python="")

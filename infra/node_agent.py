@@ -8,14 +8,13 @@ standard library and old syntax.
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
 
 A frame has one byte for its kind, four bytes for its length, and the content. The client skips everything before the
-nonce. The command line has the nonce reversed, so that the client does not take a login shell's echo of the command
-line for the nonce.
+nonce. The command line contains the reversed nonce, because a login shell may echo the command line.
 
-If the input ends without "end of input", the connection is broken. The command is then killed. A file that is written
-atomically keeps its old content. Files that are written in chunks keep the received chunks.
+If the input ends without an "end of input" frame, the connection is broken. The agent then kills the command. A file
+that `write_file` was writing keeps its old content. Files that are written in chunks keep the received chunks.
 
 An agent answers many requests, one after another. Each request runs in a fork of the agent. A fork is faster than a new
-agent, because opening an SSH channel and starting Python take longer than most requests.
+agent, because a new agent needs an SSH channel and a start of Python.
 
 Not here: detached jobs (supervisor/), directories (sync/receiver.py).
 """
@@ -51,7 +50,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol
 FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 NAME = b"N"
-"""Kind of a frame with the name of the file to which the following pieces belong."""
+"""Kind of a frame with the name of the file to which the pieces in the following data frames belong."""
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 ALIVE = b"."
 """Kind of an empty frame that is sent regularly during a command, because sshd's ChannelTimeout closes silent
@@ -59,24 +58,25 @@ channels."""
 _ALIVE_INTERVAL_S = 5.0
 READ_BYTES = 1 << 20
 _PIPE_BYTES = 1 << 20
-"""Size of a pipe's buffer. With Linux's default of 64 KiB, the processes at its ends often wait for each other."""
+"""Size of a pipe's buffer. With Linux's default of 64 KiB, the processes at the two ends of a pipe often wait for each
+other."""
 OFFSET_BYTES = 8
 """Number of bytes of the file offset at the beginning of every piece of a chunk."""
 _SPLICED_BYTES = 64 << 10
-"""Smaller outputs are copied, because copying needs fewer system calls than splicing."""
+"""Output below this size is copied instead of spliced, because copying needs fewer system calls."""
 _INPUT_END_S = 0.2
-"""Seconds to wait for the rest of the input that a command has not read. After this time, the agent tells the client to
-use another agent."""
+"""Seconds to wait for the end of a request's input after the answer is known. After this time, the agent tells the
+client to use another agent."""
 ISOLATED = "-IXutf8"
-"""Options of Python for the project's programs on nodes: ignore the environment, and use UTF-8 in any locale."""
+"""Python's options for the project's programs on nodes: ignore Python's variables, and use UTF-8 in any locale."""
 _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests for chunks that this Python supports. The fastest one is last."""
+"""Digest algorithms for chunks that this Python supports. The fastest algorithm is last."""
 with contextlib.suppress(ImportError):
     # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
-if TYPE_CHECKING:  # old interpreters do not support this notation
+if TYPE_CHECKING:  # old interpreters do not support `dict[str, Any]`
     JsonObject = dict[str, Any]  # Any: JSON
 
 
@@ -103,7 +103,7 @@ def main(nonce: str) -> None:
             child = os.fork()
             if child == 0:
                 os._exit(_answer_request(request, stream, programs))
-            if os.waitpid(child, 0)[1] != 0:  # the start of the next request is unknown
+            if os.waitpid(child, 0)[1] != 0:  # unread input is left, so the next request has no known start
                 break
     except _BrokenInputError:
         pass
@@ -111,7 +111,8 @@ def main(nonce: str) -> None:
 
 
 def _answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
-    """Answer one request. Returns 0 if the whole input was read, so that this agent can read the next request."""
+    """Answer one request. Returns 0 if the request's whole input was read, so that this agent can read the next
+    request."""
     frames = _FrameWriter(sys.stdout.buffer)
     client = Client(stream)
     verbs: dict[str, Callable[[], JsonObject]] = {
@@ -190,7 +191,7 @@ class Client:
 
 
 class _FrameWriter:
-    """Writes whole frames. Several threads may use it."""
+    """Writes whole frames to a stream. Several threads may use one writer."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -198,15 +199,14 @@ class _FrameWriter:
         self._lock = threading.Lock()
 
     def write(self, kind: bytes, content: bytes) -> None:
-        """Write one frame and flush the stream."""
         with self._lock:
             self._stream.write(FRAME_HEAD.pack(kind, len(content)))
             self._stream.write(content)
             self._stream.flush()
 
     def splice(self, kind: bytes, source: int, num_bytes: int) -> bool:
-        """Send the waiting bytes of a pipe as one frame without copying them. Returns False if the system cannot
-        splice."""
+        """Send the waiting bytes of a pipe as one frame by `splice`, which does not copy the bytes. Returns False if
+        the system cannot splice."""
         if not hasattr(os, "splice") or not self._can_splice:
             return False
         with self._lock:
@@ -261,7 +261,7 @@ class _ForkedProcess:
         self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
 
     def poll(self) -> int | None:
-        """Return the exit code. None while the process runs, or while another thread waits for the process."""
+        """Return the exit code, or None while the process runs, or while another thread waits for the process."""
         return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
 
     def wait(self) -> int:
@@ -283,14 +283,14 @@ class _ForkedProcess:
 
 
 def load(client: Client) -> JsonObject:
-    """Answer a request that only loads programs. `main` has already loaded them."""
+    """Answer a request that only loads programs. `main` has already loaded the programs."""
     client.skip_input()
     return {}
 
 
 def _load_program(name: str, text: str) -> types.ModuleType | str:
-    """Load one of the project's programs for many calls. If loading fails, return the program's text: running the text
-    shows the error."""
+    """Load one of the project's programs for many calls. If loading fails, return the program's text, because a run of
+    the text prints the error."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     try:
@@ -308,7 +308,7 @@ def run_program(program: types.ModuleType, argv: list[str]) -> None:
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # end the fork now, because it would otherwise continue as a second agent
+    finally:  # end the fork here, because it must not continue as a second agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()
@@ -379,7 +379,7 @@ def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
 
 
 def show_life(frames: _FrameWriter) -> None:
-    """Send an empty frame at intervals, until this process ends or the client is gone."""
+    """Send an empty frame at intervals until this process ends or the client is gone."""
     with contextlib.suppress(OSError):
         while True:
             time.sleep(_ALIVE_INTERVAL_S)
@@ -398,7 +398,7 @@ def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _Fram
 
 
 def _wait_for_output(descriptor: int) -> int:
-    """Wait for output in a pipe. Returns the number of readable bytes; 0 at the end of the output."""
+    """Wait for output in a pipe. Returns the number of readable bytes, or 0 at the end of the output."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     watch.poll()
@@ -406,8 +406,8 @@ def _wait_for_output(descriptor: int) -> int:
 
 
 def _kill_group(process: Process) -> None:
-    """Kill a command and its children. After `wait`, do nothing, because another process may have got the command's
-    process id."""
+    """Kill a command and its children. After `wait`, do nothing, because the process id may belong to another
+    process."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -417,7 +417,6 @@ def _kill_group(process: Process) -> None:
 
 
 def write_file(request: JsonObject, client: Client) -> JsonObject:
-    """Write a file atomically from the data frames."""
     try:
         write_atomically(Path(request["path"]), client.chunks())
     except OSError as error:
@@ -453,12 +452,12 @@ def write_in_place(
 ) -> dict[tuple[str, int], str]:
     """Write pieces at their offsets, with fsync. Returns the digest of each chunk by file name and chunk number.
 
-    The pieces of a chunk come in order. Other parts of each file are not changed. Other processes may write to these
-    parts at the same time.
+    The pieces of a chunk must come in order. Other processes may write to other parts of the same files at the same
+    time.
 
     Raises:
-        OSError: a file cannot be written. The error has the file's path. ESTALE means that another copy process has
-            moved (sync/receiver.py) or removed the file.
+        OSError: a file cannot be written. The error has the file's path. Its number is ESTALE if another copy process
+            has moved (sync/receiver.py) or removed the file.
     """
     digests: dict[tuple[str, int], Any] = {}  # Any: of hashlib or blake3
     for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
@@ -530,7 +529,6 @@ def flush_directory(path: Path) -> None:
 
 
 def read_file(request: JsonObject, client: Client, frames: _FrameWriter) -> JsonObject:
-    """Send the content of a file, at most `max_bytes` bytes."""
     client.skip_input()
     num_bytes = 0
     try:

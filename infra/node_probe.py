@@ -7,8 +7,8 @@ bootstrap.py runs this program on the node.
                                                   import the training and the user's modules from CODE_DIR, with
                                                   placeholder values for the variables that a job will have
 
-The program uses only the standard library and old syntax, so that an old interpreter can still report its version. Each
-CUDA device has to add two numbers. A device that fails is listed with the reason.
+The program uses only the standard library and old syntax, so that an old interpreter can still report its version. The
+probe lets each CUDA device add two numbers. The report lists a device that fails with the reason.
 
 Importing torch takes seconds, so successful results are stored in ROOT/.probes. A stored result is reused while the
 interpreter, its packages, the driver and the boot of the machine are the same. Free memory, free disk space and the
@@ -43,7 +43,6 @@ _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV
 
 
 def main(argv: "list[str]") -> int:
-    """Run the verb of the command line; see the module's docstring."""
     verb, root = argv[1], argv[2]
     try:
         document = probe(root) if verb == "probe" else check_imports(root, argv[3], argv[4:])
@@ -84,14 +83,14 @@ def probe(root: str) -> "dict[str, Any]":
         document.update(kept, gpus=gpus)
         return document
     found = _ask_torch(document, rows)
-    if found is not None and identity == _describe_environment():  # if they differ, packages are being installed now
+    if found is not None and identity == _describe_environment():  # if not, packages are being installed
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
 
 
 def find_root_problem(root: str) -> str:
-    """Return why this directory cannot contain run directories. Empty if it can."""
+    """Return why this directory cannot contain run directories, or "" if files can be written and locked there."""
     try:
         os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
         with tempfile.TemporaryFile(dir=root) as file:
@@ -106,7 +105,7 @@ class _RefusedModuleError(Exception):
 
 
 def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, Any]":
-    """Import the training and the user's modules from a folder. The folder's name contains a digest of its content.
+    """Import the training and the user's modules from a folder, whose name contains a digest of its content.
 
     Raises:
         _RefusedModuleError: a module of the user cannot be imported.
@@ -134,8 +133,8 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
 
 
 def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Add torch's facts to the report. Returns the devices to store, or None if a device failed or the result is
-    uncertain."""
+    """Add torch's facts to the report. Returns the devices to store, or None if a device failed, or if torch and
+    nvidia-smi list different devices."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
@@ -158,7 +157,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
                 document["gpus"] = []
             return None
         if not found and has_gpus(rows) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
-            torch.cuda.init()  # raises the reason, for example a driver that is too old, or a build without CUDA
+            torch.cuda.init()  # raises an error with the reason, for example an old driver
             raise RuntimeError("torch finds no GPU and reports no reason")
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
@@ -167,7 +166,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
 
 
 def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
-    """Let a device add two numbers, and describe it. Raises RuntimeError if the device cannot compute."""
+    """Let a device add two numbers, and return its description. Raises RuntimeError if the device cannot compute."""
     assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -198,7 +197,7 @@ def has_gpus(rows: "list[list[str]]") -> bool:
 
 
 def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Return the devices with their current free memory. None if the driver lists other devices now."""
+    """Return the stored devices with their current free memory, or None if the driver now lists other devices."""
     if not kept:
         return None if has_gpus(rows) else []
     free_gb = _free_memory_of_gpus(rows)
@@ -209,7 +208,8 @@ def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "lis
 
 
 def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
-    """Return the free memory in GB by the device's UUID. Empty if the driver does not report it for every device."""
+    """Return the free memory in GB by the device's UUID. Returns an empty dict if the driver does not report the free
+    memory of every device."""
     try:
         return {uuid: float(free_mib) * 1048576 / 1e9 for uuid, free_mib, _ in rows}
     except ValueError:
@@ -243,12 +243,11 @@ def _describe_environment() -> str:
 
 
 def _times_of(path: str) -> "list[Any]":
-    """Return the modification time of a file. For a folder, return the names in the folder, with the times of files and
-    package records."""
+    """Return the modification time of a file. For a folder, return the names in it, with the times of files and
+    `*-info` folders."""
     try:
         with os.scandir(path) as entries:
-            # Python changes a folder's time when it compiles modules in the folder. Therefore, only the
-            # names of folders count.
+            # Python changes a folder's time when it compiles modules in the folder, so only the folder's name counts.
             return sorted(
                 [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
@@ -289,7 +288,7 @@ def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
 
 
 def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
-    """Store a result for the next probe. If storing fails, the next probe does the work again."""
+    """Store a result for the next probe. If the file cannot be written, the next probe imports torch again."""
     path = _path_of(root, kind)
     try:
         os.makedirs(root + "/" + _KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below

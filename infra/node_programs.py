@@ -1,7 +1,8 @@
-"""Programs for nodes. Each program is sent as one text and runs in the node's own interpreter.
+"""Read the texts of the programs that are sent to nodes. Each program is one text and runs in the node's own
+interpreter.
 
 A program is a file, or a package whose `verbs.main` gets the command line. A package may import other modules of
-`infra`. All these modules use only the standard library.
+`infra` that use only the standard library.
 
 Not here: sending and running a text (session.py, node_agent.py).
 """
@@ -40,8 +41,8 @@ def _read_package(source: Path) -> str:
 
 
 def _add_imported(module: str, root: Path, sources: dict[str, str]) -> None:
-    """Add a module of `infra` to `sources`, and recursively all modules of `infra` that it imports. `root` is infra's
-    folder."""
+    """Add a module of `infra` to `sources`, and recursively the modules of `infra` that the module imports. `root` is
+    infra's folder."""
     if module in sources:
         return
     path = root.joinpath(*module.split(".")[2:]).with_suffix(".py")

@@ -18,7 +18,7 @@ from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, e
 from rollouts.infra.errors import InfraError
 
 _MAX_USD_PER_HOUR = 1e6
-"""Highest plausible price of a machine. A higher price counts as a mistake."""
+"""Highest plausible price of a machine. Offers with a higher price are ignored as mistakes of the provider."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
 """Words in the names of GPUs that NVIDIA did not make: MI300X, RX 7900 XTX."""
@@ -26,7 +26,8 @@ MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
 """Words in the names of NVIDIA's GPUs that some providers write and other providers omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
-"""Allowed relative difference of memory sizes. For example, a GPU sold with 48 GB has 46,068 MiB."""
+"""Allowed relative difference between the memory in a GPU's name and its actual memory, for example 46,068 MiB for 48
+GB."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -38,8 +39,8 @@ class GPUQuery(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpu_types: tuple[str, ...] = ()
-    """Names of GPUs, for example H100 or RTX 4090. A machine with any of them matches. Leave it empty for all GPUs of
-    NVIDIA."""
+    """Names of GPUs, for example H100 or RTX 4090. A machine with any of these GPUs matches. Leave the list empty for
+    all GPUs of NVIDIA."""
     gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
     """Number of GPUs of the machine."""
     min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
@@ -47,19 +48,20 @@ class GPUQuery(BaseModel):
     max_usd_per_gpu_hour: float = Field(default=4.0, gt=0, allow_inf_nan=False, strict=True)
     """Highest price of one GPU for an hour, in US dollars. More expensive machines are never rented."""
     disk_gb: int = Field(default=100, ge=1, strict=True)
-    """Disk of the machine, in GB. If a provider's disks have a fixed size, only larger or equal ones match."""
+    """Disk of the machine, in GB. A machine with a disk of fixed size matches if its disk is at least this large."""
     regions: tuple[str, ...] = ()
-    """Beginnings of names of regions or data centers, for example us or EU-RO. Leave it empty for all."""
+    """Beginnings of names of regions or data centers, for example us or EU-RO. Leave the list empty for all regions."""
     security: Literal["secure", "any"] = "secure"
-    """`secure`: only machines in data centers. `any`: also machines of private owners, which their owners can
-    read."""
+    """`secure`: only machines in data centers. `any`: also machines of private owners, although the owners can read all
+    data on their machines."""
     spot: bool = Field(default=False, strict=True)
     """Rent only interruptible machines, which the provider may end at any time. Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
-    """Lowest CUDA version of the machine's driver, for example 12.8. Only some providers can filter by it."""
+    """Lowest CUDA version of the machine's driver, for example 12.8. Providers that cannot filter by CUDA version
+    ignore this setting."""
     providers: tuple[CloudChoice, ...] = tuple(CLOUDS)
-    """Providers to search. The first one wins between offers of the same price. A provider of an installed package is
-    searched only if it is named here."""
+    """Providers to search. At the same price, the provider that comes first in this list wins. Providers of installed
+    packages are searched only if this list names them."""
 
     @field_validator("providers", mode="before")
     @classmethod
@@ -108,9 +110,9 @@ class InstanceStatus(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPED = "stopped"
-    """The machine is stopped, but may cost money."""
+    """The machine is stopped, but the provider may charge for it."""
     FAILED = "failed"
-    """The machine will never run, but may cost money."""
+    """The machine will never run, but the provider may charge for it."""
     ENDING = "ending"
     GONE = "gone"
     """The provider no longer has the machine, and it costs nothing."""
@@ -129,7 +131,7 @@ class Offer:
 
     provider: CloudName
     id: str
-    """The offer's identifier. Only the code of its provider reads it."""
+    """The offer's identifier, in a format that only the code of its provider reads."""
     gpu_type: str
     gpu_count: int
     vram_gb: float
@@ -137,18 +139,19 @@ class Offer:
     usd_per_hour: float
     """Price of the whole machine per hour, in US dollars."""
     region: str
-    """The region. Empty if the provider chooses the region."""
+    """Empty if the provider chooses the region."""
     is_secure: bool = True
     """Whether the machine is in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
-    """Disk size in GB if the offer has a fixed size. None if the request chooses the size."""
+    """Disk size in GB if the offer has a fixed disk, or None if the request for the machine chooses the disk size."""
     host: str = ""
-    """The provider's name of the physical machine. Empty if the offer is for any machine of a kind."""
+    """The provider's name of the physical machine, or "" if the provider does not name a physical machine in the
+    offer."""
     ends_at: float | None = None
-    """Time at which the provider takes the machine back, in seconds since 1970. None if unknown."""
+    """Time at which the provider takes the machine back, in seconds since 1970, or None if unknown."""
     is_unpriced: bool = False
-    """Whether the price is unknown, as in a user's own cluster. The price then counts as 0, so that no limit in USD
+    """Whether the price is unknown, as in a user's own cluster. The price then counts as 0, so a limit in USD never
     ends the machine."""
 
     @property
@@ -158,12 +161,10 @@ class Offer:
 
     @property
     def usd_per_gpu_hour(self) -> float:
-        """Price of one GPU for an hour, in US dollars."""
         return self.usd_per_hour / self.gpu_count
 
     @property
     def is_sane(self) -> bool:
-        """Whether the offer has GPUs, a plausible price, and printable names."""
         has_price = self.is_unpriced or 0 < self.usd_per_hour <= _MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
@@ -205,7 +206,8 @@ class MachineSpec:
     """Public SSH key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image or operating system, as the provider names it. If empty, the provider's default is used."""
+    """Container image or operating system, as the provider names it. Without `image`, the provider's default is
+    used."""
     min_cuda: str = ""
     ends_at: float | None = None
     """Time at which the provider should end the machine, in seconds since 1970, if the provider supports this. None
@@ -224,19 +226,18 @@ class Instance:
     name: str
     status: InstanceStatus
     host: str = ""
-    """Address of the machine's SSH server. Empty while unknown. The address may change while the machine runs."""
+    """Address of the machine's SSH server, or "" while unknown. The address may change while the machine runs."""
     port: int = 22
     user: str = "root"
     proxy_jump: str = ""
-    """Name of the jump host in `ssh_config`. Empty for a direct connection."""
+    """Name of the jump host in `ssh_config`, or "" for a direct connection."""
     ssh_config: str = ""
-    """OpenSSH's configuration file for `proxy_jump`."""
     private_address: str = ""
-    """The machine's IP address in the network of its region. Empty if unknown."""
+    """The machine's IP address in the network of its region, or "" if unknown."""
     region: str = ""
-    """The machine's actual region, which may differ from the requested one. Empty if unknown."""
+    """The machine's actual region, which may differ from the requested one, or "" if unknown."""
     usd_per_hour: float | None = None
-    """The provider's price for the machine. None if unknown."""
+    """The provider's price for the machine, or None if unknown."""
 
     @property
     def has_address(self) -> bool:
@@ -245,10 +246,10 @@ class Instance:
 
 
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
-    """Describe the nearest offer if none matches the query.
+    """Describe the nearest offer to a query that no offer matches.
 
-    If an offer fails only the price, the cheapest such offer is described. If no offer fails only the price, the offer
-    that fails the fewest conditions is described.
+    If some offers fail only the price condition, the cheapest of them is described. Otherwise, the offer that fails the
+    fewest conditions is described.
 
     Args:
         named: returns the name by which the user knows a field of the query.
@@ -272,11 +273,11 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
     """Return whether `name` contains every word of `wanted`.
 
     RTX4090 matches "NVIDIA RTX 4090", but L4 does not match "NVIDIA L40". Providers write words and numbers together or
-    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". Providers may omit NVIDIA's own words and the memory: "NVIDIA A100
+    apart: RTX 6000 Ada is also "RTX6000Ada_48GB". Providers may omit words like NVIDIA and the memory: "NVIDIA A100
     80GB" matches an "A100 SXM" with 80 GB.
 
     Args:
-        vram_gb: memory of the GPU, for names without the memory. None matches any memory.
+        vram_gb: memory of the GPU, compared with `wanted` if `name` contains no memory. None matches any memory.
     """
     words, asked = _words(name), _words(wanted)
     if not (words & asked) - MAKERS_WORDS:
@@ -294,7 +295,8 @@ def _is_memory(word: str, vram_gb: float | None) -> bool:
 
 
 def _is_within(region: str, wanted: str) -> bool:
-    """Return whether a region, or its data center, begins with `wanted`. RO/EU-RO-1 is a region and a data center."""
+    """Return whether a region's name, or a part of the name, begins with `wanted`. RO/EU-RO-1 has the parts RO and
+    EU-RO-1."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
@@ -304,7 +306,7 @@ def _is_of_nvidia(name: str) -> bool:
 
 
 def is_same_model(offered: str, found: str) -> bool:
-    """Return whether the driver's name of a GPU fits the model that the provider offered.
+    """Return whether the GPU name that the driver reports fits the GPU name that the provider offered.
 
     Only the model's number and the letter before it are compared, for example A100 or 4090. Each driver and provider
     writes the rest of the name differently. An offered name without a number always fits.
@@ -318,7 +320,8 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """Return the name in lower case, with a space between a series and its number, and none within a memory size.
+    """Return the name in lower case, with a space between a series and its number, and without the space in a memory
+    size.
 
     "RTX6000 Ada 48 GB" becomes "rtx 6000 ada 48gb"; "h100" and "4090d" stay as they are.
     """

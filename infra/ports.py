@@ -1,6 +1,7 @@
 """Find free TCP ports on a node, and report ports that are in use.
 
-A free port may be taken a moment later. The process that binds it must therefore handle "address in use".
+Another process may take a free port a moment later. The process that binds the port must therefore handle "address in
+use".
 """
 
 import socket
@@ -16,7 +17,7 @@ with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as
     sys.stdout.write(str(probe.getsockname()[1]))
 """
 
-# Set SO_REUSEADDR like servers do, so that lingering connections of an ended server do not block the port.
+# Set SO_REUSEADDR as servers do, so that a port counts as free although connections of an ended server linger.
 _IS_FREE = """
 import errno, socket, sys
 with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:
@@ -51,7 +52,6 @@ def check_loopback() -> None:
 
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
-    """Return a port that is free on the node now."""
     completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(last_line(completed))
 

@@ -1,7 +1,7 @@
 """Identify a process by more than its process id.
 
-Process ids are reused, also after a boot, and each container has its own process ids. A process id in a file therefore
-counts only if the rest of the identity matches, too.
+Systems reuse process ids, also after a boot, and each container has its own process ids. A process id in a file is
+therefore valid only if the rest of the identity matches, too.
 
 Not here: whether a process is alive, which its lock shows (locks.py).
 """
@@ -17,13 +17,12 @@ from rollouts.infra.supervisor.processes import read_boot_id, read_start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """The identity of a process, different from that of all other processes on any machine."""
+    """The identity of a process. No other process on any machine has the same identity."""
 
     pid: int
     started: str
-    """Start time in the system's own format. Empty if the process does not exist."""
+    """Start time in the system's own format, or "" if the process does not exist."""
     boot_id: str
-    """Id of the machine's current boot."""
     namespace: str
     """The PID namespace (container) to which `pid` belongs. Empty on systems without namespaces."""
     host: str
@@ -36,7 +35,6 @@ class ProcessIdentity:
 
 
 def identify(pid: int, *, host: str = "") -> ProcessIdentity:
-    """Return the identity of the process that has this process id now."""
     return ProcessIdentity(
         pid=pid,
         started=read_start(pid),

@@ -91,6 +91,5 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line that the program printed on stderr, or else the text of the error."""
     said = error.completed.stderr.decode(errors="replace").strip() if isinstance(error, CommandFailedError) else ""
     return said.rpartition("\n")[2] or str(error) or "it said nothing"

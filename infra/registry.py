@@ -1,11 +1,11 @@
-"""The model registry: which models exist, and which models are or were in production. The registry is part of the
-ledger.
+"""The model registry: which models exist, and which models are or were in production. The registry consists of tables
+of the ledger.
 
 A model line is a series of models that replace each other. For example, the line `small` has the models small-1,
 small-2 and so on. An alias names at most one model of a line:
 
     candidate    the model registered last, until it is promoted or rejected
-    production   the model in use. A promotion puts a model on top of the previous one, and a rollback removes the top
+    production   the model in use. A promotion replaces the production model, and a rollback restores the replaced model
 
     promote small-1, promote small-3, rollback: small-1 again        the history is never deleted
 
@@ -24,20 +24,20 @@ from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
-"""Used in place of a model's id to mean "no model". Ids begin at 1."""
+"""Value in place of a model's id that means "no model". Ids begin at 1."""
 _REGISTERED = "registered"
-"""Reason of an alias change that makes a model the candidate."""
+"""Reason of the alias change that makes a new model the candidate."""
 
 
 class Alias(StrEnum):
-    """Names that are moved between the models of a line."""
+    """Names that move from one model of a line to another."""
 
     CANDIDATE = "candidate"
     PRODUCTION = "production"
 
 
 class ProductionChangedError(PermanentInfraError):
-    """Production differs from the model that the caller expected. Nothing was changed."""
+    """The production model differs from the model that the caller expected. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,6 @@ class Model:
     """A registered checkpoint."""
 
     id: int
-    """Id that is unique in the store."""
     line: str
     version: int
     """Number in the order of registration, from 1."""
@@ -53,13 +52,12 @@ class Model:
     """Folder of the checkpoint, relative to the store."""
     digest: str
     run_id: str
-    """Id of the run that trained the model."""
     stages: tuple[str, ...]
-    """Directories of the stages that led to the model: sft-<fingerprint> and so on."""
+    """Directories of the stages whose results the model depends on, for example sft-<fingerprint>."""
     data: Mapping[str, str]
     """Digests of the model's training data, by path."""
     evaluation: Mapping[str, Any]  # Any: JSON
-    """Figures of the model's latest comparison. Empty before the first comparison."""
+    """Results of the model's latest comparison, or an empty dict before the first comparison."""
     registered_at: float
     """Time of the registration in seconds since 1970, like all times of this record."""
     registered_by: str
@@ -72,14 +70,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasChange:
-    """A change of an alias to another model or to no model."""
-
     id: int
     line: str
     alias: Alias
     model_id: int | None
     below: int | None
-    """Id of the earlier change whose model a rollback restores."""
+    """Id of the earlier change whose model a rollback restores, or None if a rollback is not possible."""
     changed_at: float
     changed_by: str
     reason: str
@@ -97,15 +93,15 @@ def register_model(
     by: str,
     now: float | None = None,
 ) -> Model:
-    """Register a model as the candidate, and return the model. If a model with the same content is known, only the
-    known model's folder is updated."""
+    """Register a model as the candidate, and return the model. If the line already has a model with the same digest,
+    only update the checkpoint folder of that model."""
     at = time.time() if now is None else now
     with ledger.transaction() as database:
         known = _select(database, "WHERE line = ? AND digest = ?", line, digest)
         if known:
             database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, known[0].id))
             return replace(known[0], checkpoint=checkpoint)
-        # Count in the history, so that the number of a removed model is not used again.
+        # Count registrations in the history, so that a new model never gets the number of a removed model.
         version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, _REGISTERED)).fetchone()[0]
         values = (line, version, checkpoint, digest, run_id, json.dumps(list(stages)), json.dumps(dict(data)))
         database.execute(
@@ -163,7 +159,7 @@ def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
 def promote(
     ledger: Ledger, model: Model, *, by: str, reason: str, instead_of: int | None = None, now: float | None = None
 ) -> None:
-    """Put a model into production. If the model is already in production, nothing is written.
+    """Make a model the production model, and end its candidacy. A model that is already in production stays there.
 
     Args:
         instead_of: id of the model that must be in production now. NOTHING means that production must be empty. None
@@ -188,7 +184,6 @@ def promote(
 
 
 def reject(ledger: Ledger, model: Model, *, by: str, reason: str, now: float | None = None) -> None:
-    """End the model's candidacy without promoting it."""
     with ledger.transaction() as database:
         _end_candidacy(database, model, at=time.time() if now is None else now, by=by, reason=reason)
 
@@ -204,13 +199,13 @@ def find_replaced(ledger: Ledger, line: str) -> Model:
 
 
 def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | None = None) -> Model:
-    """Restore the model that the present production model has replaced, and return the restored model.
+    """Restore the model that the production model has replaced, and return the restored model.
 
     Args:
         to: the model that the caller expects to be restored. None skips this check.
 
     Raises:
-        ProductionChangedError: the result would differ from `to`.
+        ProductionChangedError: the rollback would restore another model than `to`.
         PermanentInfraError: production has no earlier model.
     """
     with ledger.transaction() as database:
@@ -224,7 +219,7 @@ def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | Non
 def forget_model(ledger: Ledger, model: Model) -> None:
     """Remove a model from the registry, so that the stages which made it can be pruned.
 
-    The model's number is not used again.
+    No later model of the line gets the number of this model.
 
     Raises:
         PermanentInfraError: the model is the candidate, is in production, or a rollback could restore it.

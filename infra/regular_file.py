@@ -1,4 +1,5 @@
-"""Read files that settings name. Only regular files are read, because reading a FIFO or a device may block forever.
+"""Read files that settings name. Files that are not regular files raise an error, because reading a FIFO or a device
+may block forever.
 
 Not here: files with secrets (secret_file.py), copies of folders (sync/).
 """
@@ -17,10 +18,10 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # checked before opening, because opening may already start a device
+    if not stat.S_ISREG(path.stat().st_mode):  # check first, because opening a device may start it
         raise _not_a_file(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file may have been replaced since
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file was replaced after the first check
             raise _not_a_file(path)
         return file.read()
 

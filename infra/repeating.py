@@ -14,13 +14,14 @@ def repeating(
 ) -> Iterator[None]:
     """Call `act` after every interval while the block runs. Calls never overlap.
 
-    At its end, the block waits for a running call. After an exception or an interrupt, the block does not wait.
+    At the end of the block, this function waits for a running call. After an exception or an interrupt, this function
+    does not wait.
 
     Args:
-        act: the action. An exception of the action is logged and the action is called again later, because the action
-            may guard a machine that costs money.
-        once_more: whether to call `act` once more at the end of the block and wait for the call. Not done after an
-            exception.
+        act: the action. An exception of the action is logged and does not stop the calls, because the action may end a
+            machine that costs money.
+        once_more: whether to call `act` once more after a block that ended without an exception, and to wait for this
+            call.
     """
     is_over, is_last_due = threading.Event(), threading.Event()
 

@@ -17,8 +17,6 @@ from rollouts.infra.ledger import Ledger
 
 
 class RetrainingState(StrEnum):
-    """The progress of a retraining."""
-
     TRAINING = "training"
     COMPARED = "compared"
     """A candidate has been compared with the production model."""
@@ -30,31 +28,28 @@ class RetrainingState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the retraining's run does nothing more by itself."""
+        """Whether the retraining has ended: the candidate was promoted or rejected, or the run failed."""
         return self in (RetrainingState.PROMOTED, RetrainingState.REJECTED, RetrainingState.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retraining:
-    """A run that found new data to train on."""
+    """A run that found new data and trains a model on the data."""
 
     run_id: str
     line: str
-    """The model line of the retraining's models."""
+    """The name of the model line to which the retraining adds its model."""
     state: RetrainingState = RetrainingState.TRAINING
     data: Mapping[str, str]
-    """Digests of the watched data, by path, as computed before the training."""
+    """Digests of the watched data files before the training, by path."""
     model_id: int | None = None
-    """Id of the candidate."""
     baseline_id: int | None = None
     """Id of the model with which the candidate was compared. `registry.NOTHING` means the base model."""
     is_better: bool = False
-    """Whether the candidate was better in the comparison."""
     approved: bool | None = None
-    """A user's decision about promoting the candidate. None before the decision."""
+    """A user's decision about promoting the candidate, or None before the decision."""
     approved_by: str = ""
     note: str = ""
-    """A sentence about the latest change."""
     began_at: float
     """Time of the begin in seconds since 1970, like all times of this record."""
     ended_at: float | None = None
@@ -66,7 +61,8 @@ _COLUMNS = ", ".join(Retraining.__slots__)
 def begin_retraining(
     ledger: Ledger, run_id: str, line: str, data: Mapping[str, str], *, now: float | None = None
 ) -> Retraining:
-    """Store a new retraining for this run, in place of an earlier attempt of the same run. Returns the new record."""
+    """Write a new row for this run's retraining, in place of the row of an earlier attempt of the run. Returns the new
+    row."""
     row = Retraining(run_id=run_id, line=line, data=dict(data), began_at=time.time() if now is None else now)
     _write(ledger, row)
     return row

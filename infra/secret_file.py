@@ -1,8 +1,8 @@
 """Secrets of a store: files and folders that only their owner can access. Every use of a secret checks the permissions.
 
-A store belongs to one user. Like ssh with its keys, this module refuses files of another user, and files with read
-access for other users. The error's text names the command that solves the problem. Root may use another user's store,
-because containers mount such stores.
+A store belongs to one user. Like ssh with its keys, this module refuses files of another user, and files that other
+users can read. The error's text names the command that solves the problem. Root may use another user's store, because
+containers mount such stores.
 """
 
 import os
@@ -36,7 +36,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # of two processes that create a secret at the same time, the first one wins
+        os.link(partial, path)  # link, because the first of two concurrent processes must win
     except FileExistsError:
         if _read_secret(path) is None:  # the existing file is empty, because the disk was full
             partial.replace(path)
@@ -48,7 +48,8 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def _read_secret(path: Path) -> str | None:
-    """Return the secret in the file. None if the file is missing or empty. A link that this user created is followed.
+    """Return the secret in the file, or None if the file is missing or empty. A link that this user created is
+    followed.
 
     Raises:
         PermanentInfraError: other users can read the file, or another user created the file or the link.

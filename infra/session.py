@@ -42,15 +42,15 @@ from rollouts.infra.supervisor.files import parse_object
 MAX_READ_BYTES = 64 << 20
 """Largest file that `read_file` reads. Larger files must be copied, or read in parts."""
 MAX_LINE_BYTES = 64 << 20
-"""Largest length of a stream's line, in bytes. A metrics record has at most 4 MiB, and grows at most sixfold when it is
-escaped as a string inside JSON."""
+"""Largest length of a line of output, in bytes. Metrics records of at most 4 MiB grow at most sixfold as an escaped
+string in JSON."""
 MAX_GREETING_BYTES = 64 << 10
-"""Largest output that login shells may print before a program of the project begins."""
+"""Number of bytes that login shells may print before a program of the project begins."""
 MAX_OUTPUT_BYTES = 64 << 20
-"""Largest output of `Session.run` on another machine. Use `stream` for more output."""
+"""Largest output of `Session.run` on another machine, in bytes. Use `stream` for more output."""
 
 _REASON_LINES = 3
-"""Number of the output's last lines that explain why a program did not start."""
+"""Number of last lines of output in the error for a program that did not start."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
-    """An open connection to one node. Leaving its `with` block closes it."""
+    """An open connection to one node. Leaving the `with` block of a session closes the session."""
 
     @property
     def python(self) -> str:
@@ -77,8 +77,8 @@ class Session(Protocol):
         """Run one command to its end and return its record.
 
         Args:
-            may_repeat: whether the command may run twice, even at the same time. If so, the session runs the command
-                once more when the connection breaks before the answer arrives.
+            may_repeat: whether the command may run twice, even at the same time. If `may_repeat` is true, the session
+                runs the command again if the connection breaks before the answer arrives.
 
         Raises:
             CommandFailedError: the exit code is not 0, and `check` is true.
@@ -99,15 +99,15 @@ class Session(Protocol):
     ) -> CompletedCommand:
         """Run one of the project's Python programs (node_programs.py) like `run`, but faster on a distant node.
 
-        The program ignores the interpreter's environment (`ISOLATED`). A process that has loaded the program before may
-        fork to run it.
+        The program runs without Python's environment variables (`ISOLATED`), possibly in a fork of a process that has
+        loaded it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
         """Start a command and yield its output line by line. The command is killed at the end of the block.
 
         Every line ends with its newline, except the last line of a broken stream. The command's standard input stays
-        open after `stdin` was sent. When the standard input ends, the command knows that the reader is gone.
+        open after `stdin` was sent. The end of its standard input tells the command that the reader is gone.
 
         Raises:
             CommandFailedError: raised by the iterator if the command ended with a code other than 0.
@@ -123,18 +123,18 @@ class Session(Protocol):
 
     @property
     def can_pour(self) -> bool:
-        """Whether `pour_program` and `feed_program` work. Each of their calls costs a login, so the two methods pay off
-        only for hundreds of MiB or more."""
+        """Whether `pour_program` and `feed_program` work. Each call of the two methods needs a login, so the methods
+        save time only for hundreds of MiB or more."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> AbstractContextManager[Iterator[dict[str, Any]]]:  # Any: JSON
         """Start a program like `pipe_program`, but write its output directly into a file.
 
-        Yields the JSON objects that the program prints on stderr. The first object only tells that the program runs,
-        and is not yielded. After the first object, `stdin` is sent, and the output is written from the start of `into`,
-        over earlier output of shells. When the iterator has ended, all received output is in the file. The caller has
-        to check whether the output is complete.
+        Yields the JSON objects that the program prints on stderr. The first object shows that the program runs, and is
+        not yielded. Then `stdin` is sent, and `into` is truncated, because shells may have printed text before. When
+        the iterator has ended, all received output is in the file. The caller has to check whether the output is
+        complete.
 
         Args:
             max_bytes: approximate limit of the output, if the system can enforce it.
@@ -165,13 +165,13 @@ class Session(Protocol):
         """Write a file atomically. Missing parent directories are created."""
 
     def expect_chunks(self, num_chunks: int) -> None:
-        """Prepare connections in the background, because this many chunks will be written soon. Never fails."""
+        """Open connections in the background for a later `write_chunks` with this many chunks. Never fails."""
 
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        """Write chunks of files at their offsets, and create missing directories. Other parts of the files are not
-        changed.
+        """Write chunks of files at their offsets, and create missing directories. Other parts of the files stay
+        unchanged.
 
         Chunks of one file must be adjacent. Returns the digest of each written chunk, by file name and chunk number.
         When the call returns, the data is on the disk (fsync).
@@ -194,7 +194,8 @@ class Session(Protocol):
         """
 
     def place_program(self, source: Path) -> str:
-        """Put one of the project's Python programs (node_programs.py) on the node. Returns its path there."""
+        """Put one of the project's Python programs (node_programs.py) on the node. Returns the program's path on the
+        node."""
 
     def __enter__(self) -> Self: ...
 
@@ -202,7 +203,8 @@ class Session(Protocol):
 
 
 class LocalSession:
-    """The session of this machine. Each command gets its own process session, so that Ctrl-C does not reach it."""
+    """The session of this machine. Each command runs in a separate process session, so that Ctrl-C does not reach the
+    command."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -368,8 +370,8 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number. None if the system reported no number.
-        num_bytes: number of bytes that were to be written, as far as known.
+        number: the system's error number, or None if the system reported no number.
+        num_bytes: number of bytes of the content, for the error about a full disk.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(path, num_bytes)
@@ -393,8 +395,8 @@ def _start_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its children. After `wait`, do nothing, because another process may have got the command's
-    process id."""
+    """Kill a command and its children. After `wait`, do nothing, because the process id may belong to another
+    process."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -411,13 +413,13 @@ def poured_objects(
         TransientInfraError: the process ended, or printed too much other text, before its first object.
     """
     assert process.stdin is not None and process.stderr is not None
-    if hasattr(resource, "prlimit"):  # on Linux, let the system limit the file's size: nothing else can limit it
+    if hasattr(resource, "prlimit"):  # on Linux, the system can limit the file's size
         with contextlib.suppress(ProcessLookupError):
             most = max_bytes + MAX_GREETING_BYTES
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
     other: list[bytes] = []
     num_bytes = 0
-    for line in read_lines(process.stderr):  # shells and interpreters may print other text before the first object
+    for line in read_lines(process.stderr):  # shells and interpreters may print other text first
         if parse_object(line) is not None:
             break
         other = [*other, line[:MAX_GREETING_BYTES]][-_REASON_LINES:]
@@ -436,8 +438,8 @@ def poured_objects(
 
 
 class Answer(dict[str, Any]):  # Any: JSON
-    """The JSON answer of a program of the project on a node. A missing name raises an error: another program may have
-    printed the object."""
+    """The JSON answer of a program of the project on a node. Access to a missing name raises PermanentInfraError,
+    because another program may have printed the object."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise PermanentInfraError(

@@ -1,5 +1,5 @@
-"""Provision a node from its settings, open sessions on it, and release it. Each kind of node has an entry in this
-module.
+"""Provision a node from its settings, open sessions on the node, and release the node. `NODE_KINDS` has an entry for
+each kind of node.
 
     settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 
@@ -38,7 +38,6 @@ def _provision_local(settings: LocalNode, store: Path) -> Node:
 
 
 def _release_local(node: Node) -> None:
-    """Change nothing: this machine is not released."""
     logger.info("kept %s: %s is this machine", node.root, node.name)
 
 
@@ -53,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """The functions for one kind of node."""
-
     provision: Callable[[Any, Path, str, Say], Node]  # Any: each kind has its own type of settings
     release: Callable[[Node], None]
     open_session: Callable[[Node], Session]

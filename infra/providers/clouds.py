@@ -1,7 +1,8 @@
 """Open accounts at the providers of rented machines.
 
-API keys come only from environment variables. If they belong to a named set of credentials, another variable contains
-the name of the set. Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
+API keys come only from environment variables. If the API keys belong to a named set of credentials, the variable
+ROLLOUTS_CREDENTIALS contains the name of the set. Not here: the registry of providers (infra/clouds.py), their Protocol
+(infra/cloud.py).
 """
 
 import os
@@ -18,7 +19,7 @@ from rollouts.infra.providers.http import Endpoint
 from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
-"""Environment variable with the name of the set of credentials that the API keys in the environment belong to."""
+"""Environment variable that names the set of credentials to which the API keys in the environment belong."""
 _SENDABLE = re.compile(r"[!-~]+")
 """Pattern of API keys that an HTTP header can carry."""
 
@@ -51,7 +52,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
     """Open the account in which a machine was rented.
 
     Raises:
-        MissingKeyError: this process uses other credentials than those with which the machine was rented.
+        MissingKeyError: the machine was rented with credentials that this process does not use.
     """
     if rental.credentials != credentials_in_use():
         whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"
@@ -64,7 +65,7 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
 
 
 def credentials_in_use() -> str:
-    """Return the name of this process's credentials. Empty if the API keys come from plain environment variables."""
+    """Return the name of this process's credentials, or "" if the API keys come from plain environment variables."""
     return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
@@ -102,8 +103,7 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened, by provider. Also yield one sentence on the problem of each other
-    account."""
+    """Yield the accounts that can be opened, by provider, and one sentence about each failure."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:
@@ -115,7 +115,7 @@ def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudN
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
-    """Return the API's address that an environment variable sets. Empty if the variable is not set."""
+    """Return the API address from the endpoint's environment variable, or "" if the variable is not set."""
     url = os.environ.get(endpoint.url_variable, "").strip()
     try:
         parts = httpx.URL(url)
@@ -131,8 +131,8 @@ def _other_address_of(endpoint: Endpoint) -> str:
 
 
 def _or_save(variable: str) -> str:
-    """Return a phrase that says how to save a key in this process's credentials (a block of Prefect), or in new
-    ones."""
+    """Return a phrase that says how to save a key in this process's credentials (a Prefect block), or in new
+    credentials."""
     if name := credentials_in_use():
         return f"or save it in the credentials {name}, which lack it, by `rollouts credentials {name} {variable}`"
     return (
@@ -142,7 +142,7 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    """Return the provider's API key. Empty if the key is not set, or if no installed package has the provider."""
+    """Return the provider's API key, or "" if the key is not set, or if no installed package adds the provider."""
     try:
         return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
     except PermanentInfraError:

@@ -6,8 +6,8 @@
 
 Providers limit the rate of an account's requests, so all connections of a process to one account take turns.
 
-API keys are sent in a header and are never written to disk or shown. A provider's texts are shown shortened and without
-keys. The functions at the end of the file check addresses and ids in answers.
+API keys are sent in a header and are never written to disk or shown. A provider's texts are shown shortened, with ***
+in place of API keys. The functions at the end of the file check addresses and ids in answers.
 
 Not here: the requests of each provider (runpod.py and others).
 """
@@ -37,14 +37,13 @@ TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
 MAX_ANSWER_S = 120.0
-"""Time limit of a whole answer in seconds, also for slow connections. Read timeouts alone would allow an endless
-answer."""
+"""Time limit of a whole answer in seconds. Read timeouts alone would allow an endless answer."""
 MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _LATE = 408
-"""HTTP status of a request timeout. A proxy in front of an API may send it after forwarding the request."""
+"""HTTP status of a request timeout. A proxy may send this status after forwarding the request."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of an API, and the rules for requests to it."""
+    """The address of a provider's API, and the rules for requests to the API."""
 
     title: str
     """The provider's name in messages."""
@@ -75,10 +74,10 @@ class Endpoint:
     patience_s: float = 60.0
     """Time limit in seconds for retries of requests that read or end machines."""
     account_refusal: str = ""
-    """Regular expression for answers that refuse the whole account with another status than 401, 402 or 403."""
+    """Regular expression for answers that refuse the whole account with a status other than 401, 402 and 403."""
     offer_refusal: str = ""
-    """Regular expression for answers with status 403 that refuse only one offer when a machine is requested. If it is
-    empty, 403 always refuses the account.
+    """Regular expression for answers with status 403 that refuse only the requested offer. Without `offer_refusal`, 403
+    always refuses the account.
     """
 
     @property
@@ -117,7 +116,7 @@ _TURNS = _Turns()
 
 
 class ProviderAPI:
-    """An open connection to an API. Several threads may use it."""
+    """An open connection to a provider's API. Several threads may use one connection."""
 
     def __init__(self, endpoint: Endpoint, key: str, transport: httpx.BaseTransport | None = None) -> None:
         self._endpoint = endpoint
@@ -133,7 +132,7 @@ class ProviderAPI:
         self._concealed: set[str] = set()
 
     def conceal(self, secret: str) -> None:
-        """From now on, never show a text of the provider that repeats 16 characters of the secret."""
+        """After this call, never show a text of the provider that repeats 16 characters in a row of the secret."""
         starts = [(line, start) for line in secret.splitlines() for start in range(len(line) - _REPEATED + 1)]
         self._concealed |= {line[start : start + _REPEATED] for line, start in starts}
 
@@ -158,7 +157,7 @@ class ProviderAPI:
         return None if answer.status == 404 else self._parse(answer, shape, f"GET {path}")
 
     def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
-        """Return the records of a list whose names begin with the prefix. Other records may have any shape.
+        """Parse the records of a list whose names begin with the prefix. Records with other names may have any shape.
 
         Args:
             key: the JSON key of a record's name.
@@ -173,7 +172,7 @@ class ProviderAPI:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
-        """Return the offers of a list in the given shape. Offers of another shape are skipped with a warning.
+        """Parse the offers of a list. Offers that do not have the given shape are skipped with a warning.
 
         Raises:
             ProviderUnavailableError: no offer has the given shape.
@@ -209,8 +208,8 @@ class ProviderAPI:
         return self._parse(self._ask_patiently("POST", path, body=body), shape, f"POST {path}")
 
     def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
-        """Yield the lines of an answer that may never end, for about `within_s` seconds. An error ends the iterator
-        without an exception."""
+        """Yield the lines of an answer that may never end, for about `within_s` seconds. An error of the connection
+        ends the iterator without an exception."""
         _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
         deadline = time.monotonic() + within_s
         num_bytes, rest = 0, b""
@@ -234,13 +233,14 @@ class ProviderAPI:
         """Send one request to create something.
 
         Args:
-            is_machine: whether the request creates a machine. Machines cost money, and providers limit the rate of such
-                requests.
+            is_machine: whether the request creates a machine, which costs money. Providers limit the rate of requests
+                that create machines.
 
         Raises:
             OfferGoneError: the API refused this request.
             ProviderRefusedError: the API refuses all requests of the account.
-            ProviderUnavailableError: nothing was created, or only something without costs may have been created.
+            ProviderUnavailableError: nothing was created. If `is_machine` is false, the object may also have been
+                created.
             UnclearAnswerError: a machine may have been created.
         """
         what = f"{method} {path}"
@@ -286,7 +286,7 @@ class ProviderAPI:
     def _ask_patiently(
         self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Json | None = None
     ) -> _Answer:
-        """Retry a request until it is answered with status 2xx or 404, and return this answer."""
+        """Retry a request until the API answers with status 2xx or 404, and return this answer."""
         what = f"{method} {path}"
         deadline = time.monotonic() + self._endpoint.patience_s
         attempt = 0
@@ -333,13 +333,13 @@ class ProviderAPI:
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
     def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
-        """Wait before the next attempt. Later attempts wait longer. Every pause takes at least `wanted_s` seconds.
+        """Wait before the next attempt, longer after each attempt and at least `wanted_s` seconds.
 
         Raises:
             ProviderUnavailableError: the pause would end after the deadline.
         """
         own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
-        pause_s = max(own_s, wanted_s)  # a provider may ask for 0 s, or for a past time
+        pause_s = max(own_s, wanted_s)  # the header may say 0 s or a past time
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
@@ -375,7 +375,7 @@ class ProviderAPI:
 
 
 class Account:
-    """An account at a provider: the common parts of the providers' classes."""
+    """Base class for an account at a provider with an HTTP API."""
 
     name: ClassVar[CloudName]
     endpoint: ClassVar[Endpoint]
@@ -413,13 +413,13 @@ def key_blob(public_key: str) -> str:
 
 
 def key_name(public_key: str) -> str:
-    """Return a name for registering an SSH key in an account. The name contains a digest, because some providers refuse
-    equal names."""
+    """Return a name for registering an SSH key in an account. The name contains a digest of the key, because some
+    providers refuse two keys of the same name."""
     return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds that a Retry-After header (a number or a date) asks for. 0 if the header is invalid."""
+    """Return the seconds that a Retry-After header (a number or a date) asks for, or 0 if the header is invalid."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -456,7 +456,6 @@ def usable_port(port: int | str | None) -> int:
 
 
 def usable_user(user: str | None, default: str) -> str:
-    """Return the user name for the login, or the default if the name is invalid."""
     return user if user and _USER.fullmatch(user) else default
 
 

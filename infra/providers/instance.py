@@ -1,5 +1,5 @@
-"""A machine that the user has rented. The run asks the machine's provider for the address, but neither ends the machine
-nor counts its cost.
+"""A machine that the user has rented. A run asks the machine's provider for the address. The run neither ends the
+machine nor counts the machine's cost.
 
     runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left running
 
@@ -111,7 +111,6 @@ def find_instance(name: str) -> Instance:
 
 
 def release_instance(node: Node) -> None:
-    """Change nothing: the machine keeps running."""
     logger.info("%s keeps running", node.name)
 
 

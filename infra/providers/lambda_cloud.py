@@ -96,8 +96,6 @@ class _Keys(BaseModel):
 
 
 class Lambda(Account):
-    """An account at Lambda."""
-
     name: ClassVar[CloudName] = "lambda"
     gives_host_key: ClassVar[bool] = True
     is_networked: ClassVar[bool] = True
@@ -163,7 +161,7 @@ class Lambda(Account):
 
 
 def _render_cloud_config(host_key: HostKeyPair) -> str:
-    """Return user data with which cloud-init installs this host key, and no other, before the SSH server starts."""
+    """Return user data for cloud-init, which then installs only this host key before the SSH server starts."""
     keys = {"ed25519_private": host_key.private, "ed25519_public": host_key.public}
     return "#cloud-config\n" + json.dumps({"ssh_deletekeys": True, "ssh_keys": keys}) + "\n"  # JSON is YAML
 

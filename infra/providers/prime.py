@@ -1,10 +1,10 @@
-"""Prime Intellect's API: machines of many clouds behind one interface, some of them spot machines.
+"""Prime Intellect's API: machines of many clouds behind one interface. Some machines are spot machines.
 
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
-An ACTIVE pod is usable once its installation is FINISHED. Offers with prepaid hours are left out, because prepaid money
-is not refunded when the machine ends. Offers whose price may change are left out too, except spot offers. The price of
-a spot machine is read when it is rented, and the run's limit of money is applied to this price.
+An ACTIVE pod is usable once its installation is FINISHED. Offers with prepaid hours are skipped, because prepaid money
+is not refunded when the machine ends. Offers whose price may change are skipped, except spot offers. The price of a
+spot machine is read when it is rented, and the run's limit of money is applied to this price.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -63,7 +63,8 @@ class _Prices(BaseModel):
 
 
 class _Part(BaseModel):
-    """Allowed sizes of a machine's disk or memory in GB, or numbers of its CPUs. Prices are per unit and hour.
+    """Allowed sizes of a machine's disk or memory in GB, or allowed numbers of CPUs. `pricePerUnit` is the price of one
+    GB or CPU per hour.
 
     If the size is fixed, all fields are None.
     """
@@ -76,7 +77,7 @@ class _Part(BaseModel):
     defaultIncludedInPrice: bool | None = None
 
     def size_for(self, wanted_gb: int) -> int | None:
-        """Return the smallest allowed size of at least `wanted_gb`. None if the size is fixed, or no size is large
+        """Return the smallest allowed size of at least `wanted_gb`, or None if the size is fixed, or no size is large
         enough."""
         if self.maxCount is None:
             return None
@@ -121,7 +122,7 @@ class _Configuration(BaseModel):
 
     @property
     def has_changing_price(self) -> bool:
-        """Whether the price may change while the machine runs. Spot offers are not counted."""
+        """Whether the price may change while the machine runs. False for spot offers, which are allowed to change."""
         return bool(self.prices.isVariable) and not self.isSpot
 
     @property
@@ -159,8 +160,6 @@ class _Keys(BaseModel):
 
 
 class Prime(Account):
-    """An account at Prime Intellect."""
-
     name: ClassVar[CloudName] = "prime"
     endpoint = Endpoint(title="Prime Intellect", url="https://api.primeintellect.ai", key_variable="PRIME_API_KEY")
 
@@ -233,7 +232,8 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """Convert a configuration to an offer with a disk of the wanted size. None if hourly rent is not possible."""
+    """Convert a configuration to an offer with a disk of the wanted size, or to None if it has no stock, no GPU, or no
+    fixed hourly price in USD."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
@@ -266,7 +266,8 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
 
 
 def _image_of(images: list[str]) -> str:
-    """Return the image with the least software: the default image, or else one of Ubuntu or CUDA, or else any image."""
+    """Return the image with the least software: the default image, or else an image of Ubuntu or CUDA, or else any
+    image."""
     plain = [image for image in images if image.startswith(("ubuntu", "cuda"))]
     return DEFAULT_IMAGE if DEFAULT_IMAGE in images else [*plain, *images][0]
 

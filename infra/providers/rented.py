@@ -4,8 +4,8 @@
                                                                                └─ its run failed: kept for a while
 
 A new machine's host key is known before the first login if it was installed at the machine's creation, or if the
-provider reports it. If no host key is known, the host key of the first login is accepted. The ledger stores the key.
-Later logins require the same key, even if the machine's address has changed.
+provider reports it. If no host key is known, the host key of the first login is accepted. The ledger stores the key's
+fingerprint. Later logins require the same key, even if the machine's address has changed.
 
 Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
 """
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
 _SETUP_PYTHON = "/usr/bin/python3"
-"""Interpreter for the setup commands, which run before `python` may exist. All images known to us have this file."""
+"""Interpreter for the setup commands, which run before `python` may exist. All tested images have this file."""
 _SETUP_TIMEOUT_S = 3600.0
 _REAP_WITHIN_S = 60.0
-"""Largest number of seconds that a new run waits until an old machine is gone."""
+"""Seconds that a new run waits at most until an old machine is gone."""
 EXPIRY_LOOK_S = 5.0
 _KEYS_DIR = "machine_keys"
 
@@ -63,7 +63,8 @@ logger = logging.getLogger(__name__)
 
 
 def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -> Node:
-    """Return a rented machine that is set up, with the other nodes of its unit. A run's own machines are reused.
+    """Return a rented machine that is set up, with the other nodes of its unit. Machines that the run already has are
+    reused.
 
     Raises:
         NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine is available.
@@ -92,13 +93,14 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
 
 
 def is_left_for(rental: Rental, settings: RentedNode) -> bool:
-    """Return whether a later run with these settings could take the machine over after the machine's run has died."""
+    """Return whether a later run with these settings could take over the machine after the death of the machine's
+    run."""
     is_same = (rental.purpose, rental.credentials) == (purpose_of(settings), credentials_in_use())
     return is_same and rental.state is RentalState.READY
 
 
 def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
-    """End the store's machines that no run needs, and report them. Renting begins with the same cleanup.
+    """End the store's machines that no run needs, and report these machines. Renting begins with the same cleanup.
 
     Raises:
         InfraError: the providers' API keys are missing.
@@ -120,7 +122,7 @@ def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
-    """Return a run's machine with the other nodes of its unit. None if the run has no usable machine. Rents nothing.
+    """Return a run's machine with the other nodes of its unit, or None if the run has no usable machine. Rents nothing.
 
     Raises:
         InfraError: a machine cannot be reached.
@@ -138,7 +140,7 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
 
 
 def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
-    """Return the first node as the leader, with the trainers' nodes and then the engines' nodes attached."""
+    """Return the first node as the leader of the other nodes: first the trainers' nodes, then the engines' nodes."""
     leader, *further = nodes
     num_trainers = settings.num_trainer_nodes - 1
     trainer_nodes, engine_nodes = tuple(further[:num_trainers]), tuple(further[num_trainers:])
@@ -172,7 +174,8 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
 
 
 def release_rented(node: Node) -> None:
-    """Release the machine and the other nodes of its unit. Returns when their providers no longer have them.
+    """Release the machine and the other machines of its unit. Returns when the provider no longer has any of these
+    machines.
 
     Raises:
         StillRentedError: a machine may still be rented.
@@ -186,11 +189,11 @@ def release_rented(node: Node) -> None:
 def keep_rented(node: Node, minutes: float) -> list[str]:
     """Keep the machines of a failed run for a while. Returns sentences for the user.
 
-    Nothing is kept, and the list is empty, if a machine's hours or the run's money are used up, or if another process
-    is ending a machine.
+    Returns an empty list if a machine's hours or the run's money are used up, or if another process is ending a
+    machine.
 
     Raises:
-        InfraError: a login failed, so that keeping the machine would be useless.
+        InfraError: a login failed, so that a kept machine would be useless.
     """
     unit = (node, *node.further_nodes)
     for each in unit:
@@ -231,7 +234,7 @@ def release_rentals(
 
     Raises:
         PermanentInfraError: this process has no API key for any of the machines. If only some keys are missing, the
-            other machines are released.
+            machines of the other keys are released.
     """
     reached: list[Rental] = []
     failures: list[PermanentInfraError] = []
@@ -254,7 +257,8 @@ def release_rentals(
 def ended_when_expired(node: Node) -> Iterator[None]:
     """While the block runs, end the rented machines as soon as one machine's hours or the run's money are used up.
 
-    The hours are measured in wall-clock time, which continues while this machine sleeps. A failed attempt is retried.
+    The hours are measured in wall-clock time, which continues while this machine sleeps. If ending the machines fails,
+    the next check retries it.
     """
     if not node.is_rented:
         yield
@@ -272,13 +276,11 @@ def ended_when_expired(node: Node) -> Iterator[None]:
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
-    """Return the ledger's rows of a rented machine and of the other nodes of its unit."""
     found = [find_rental(ledger, each.name) for each in (node, *node.further_nodes)]
     return [rental for rental in found if rental is not None]
 
 
 def _end_expired(node: Node) -> bool:
-    """Release the expired machines. Returns whether the release succeeded."""
     logger.warning("%s has used up its hours or the run's money and is given back", node.name)
     try:
         release_rented(node)

@@ -1,8 +1,8 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
 RunPod maps a public port to port 22 of a pod. The public port changes when the pod is reset. RunPod's images start an
-SSH server if PUBLIC_KEY is set in their environment. The images write the fingerprints of their host keys to the pod's
-log, and RunPod shows the log over HTTPS. RunPod has no spot pods.
+SSH server if PUBLIC_KEY is set in their environment. RunPod's images write the fingerprints of their host keys to the
+pod's log, which RunPod shows over HTTPS. RunPod has no spot pods.
 
 Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -29,7 +29,7 @@ from rollouts.infra.providers.http import (
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 LOG_WITHIN_S = 10.0
-"""Seconds during which a pod's log is read to find its host keys."""
+"""Seconds for which a pod's log is read to find the pod's host keys."""
 _KEY_FILE = re.compile(r"Key: /etc/ssh/ssh_host_(ed25519|ecdsa|rsa)_key\.pub")
 _FINGERPRINT = re.compile(r"\d+ (SHA256:[A-Za-z0-9+/]{43}) .*")
 STATUS = {
@@ -90,8 +90,6 @@ class _GPUs(BaseModel):
 
 
 class RunPod(Account):
-    """An account at RunPod."""
-
     name: ClassVar[CloudName] = "runpod"
     endpoint = Endpoint(
         title="RunPod",
@@ -137,7 +135,7 @@ class RunPod(Account):
         for key_type, fingerprint in _host_keys_in(lines):
             found[key_type] = fingerprint
             if key_type == "ed25519":
-                break  # SSH asks for a key of this type first
+                break  # SSH requests this type first
         return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -159,7 +157,7 @@ class RunPod(Account):
             if gpu.availability == "NONE" or price <= 0 or max_count < query.gpu_count:
                 continue
             regions = [center.id for center in gpu.dataCenters if center.availability != "NONE"]
-            for region in regions if query.regions else [""]:  # without a wanted region, RunPod chooses the best one
+            for region in regions if query.regions else [""]:  # without a wanted region, RunPod chooses
                 offers.append(
                     Offer(
                         provider=RunPod.name,

@@ -1,6 +1,6 @@
 """Shadeform's API: machines of many clouds behind one interface.
 
-Shadeform can end a machine automatically at a given time. Among the other providers, only SkyPilot can do the same.
+Shadeform can end a machine automatically at a given time. Among the other providers, only SkyPilot can do that.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -88,8 +88,6 @@ class _Keys(BaseModel):
 
 
 class Shadeform(Account):
-    """An account at Shadeform."""
-
     name: ClassVar[CloudName] = "shadeform"
     endpoint = Endpoint(
         title="Shadeform",

@@ -5,12 +5,12 @@
     get, list    sky status, and the ssh configuration that it writes
     terminate    sky down NAME
 
-SkyPilot needs other versions of our dependencies, so it is installed in a separate environment. ROLLOUTS_SKY is the
-path of SkyPilot's program. In nearly all clouds, SkyPilot can end a machine automatically at a given time. Clouds with
-a module of their own in this package are left out.
+SkyPilot needs other versions of our dependencies, so users install it in a separate environment. ROLLOUTS_SKY is the
+path of SkyPilot's program. In nearly all clouds, SkyPilot can end a machine automatically at a given time. Clouds for
+which this package has a separate module are skipped.
 
-For some machines, such as pods of Kubernetes, ssh needs a proxy command. SkyPilot's own ssh configuration of the
-machine is used for such machines:
+For some machines, such as pods of Kubernetes, ssh needs a proxy command. For these machines, the ssh configuration that
+SkyPilot writes is used:
 
     ssh -F ~/.sky/generated/ssh/NAME -W 127.0.0.1:22 ssh://NAME    the machine's own port, seen from inside it
 
@@ -55,7 +55,8 @@ MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
-"""Clouds in which SkyPilot cannot end a machine automatically and refuses to launch such a machine (no AUTODOWN)."""
+"""Clouds in which SkyPilot cannot end a machine automatically (no AUTODOWN). SkyPilot refuses to launch a machine with
+an end time in these clouds."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -66,10 +67,11 @@ _MEMORY_GB = {
     **{"T4": 16, "V100": 16, "V100-32GB": 32, "P100": 16, "A10G": 24, "A10": 24, "L4": 24, "L40S": 48},
     **{"A100": 40, "A100-80GB": 80, "H100": 80, "H200": 141, "B200": 180},
 }
-"""Memory of GPUs for catalogs that do not list it. Names like H100-80GB contain the memory."""
+"""Memory in GB by the name of the GPU, for catalogs that do not list the memory. Names like H100-80GB contain the
+memory."""
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _DOWN_FAILED = "Cluster(s) failed."
-"""Last line of `sky down` if it could not end a cluster. The lines before contain the reasons."""
+"""Last line that `sky down` prints if it could not end a cluster. The preceding lines contain the reasons."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +79,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 class _Kind(BaseModel):
-    """An instance type in a region."""
-
     cloud: str
     instance_type: str | None = None
     accelerator_name: str
@@ -99,7 +99,7 @@ class _Cluster(BaseModel):
     @property
     def runs_unwatched(self) -> bool:
         """Whether the cloud runs the machine, but SkyPilot's program on the machine does not answer, for example
-        without network."""
+        because its network is down."""
         return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
@@ -109,7 +109,7 @@ _WORKSPACES = TypeAdapter(dict[str, dict[str, list[str]]])
 
 
 class Sky:
-    """All accounts that SkyPilot uses, as one account."""
+    """All cloud accounts that SkyPilot uses, as one account."""
 
     name: ClassVar[CloudName] = "sky"
     endpoint: ClassVar[Endpoint] = Endpoint(
@@ -254,13 +254,15 @@ class Sky:
 
 
 def _first_word(gpu_type: str) -> str:
-    """Return the first word of a GPU's name that is not one of NVIDIA's own words, which SkyPilot's catalogs omit."""
+    """Return the first word of a GPU's name that is not in MAKERS_WORDS, because SkyPilot's catalogs omit the words of
+    that set."""
     words = gpu_type.split()
     return next((word for word in words if word.lower() not in MAKERS_WORDS), words[0])
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """Convert an instance type to an offer. None if its GPU memory or (except on Kubernetes) its price is unknown."""
+    """Convert an instance type to an offer, or to None if the GPU memory is unknown, if a cloud machine has no price,
+    or for a spot pod."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)
@@ -339,7 +341,8 @@ def _json_in(output: str) -> str:
 
 
 def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
-    """Return why `sky down` did not end the cluster. Empty if the cluster was ended. Both cases have exit code 0."""
+    """Return why `sky down` did not end the cluster, or "" if the cluster was ended. The exit code may be 0 in both
+    cases."""
     said, failed, _ = done.stdout.partition(_DOWN_FAILED)
     if failed:
         lines = said.rpartition("Reason: ")[2].strip().splitlines()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def provision_ssh(settings: SSHNode, store: Path) -> Node:
-    """Return the node of the machine, with the other nodes of its unit.
+    """Return the node of the machine, with the further machines that the settings name for trainers and engines.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: a login failed.
@@ -42,7 +42,7 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
 
 
 def reach_machine(settings: SSHMachine, store: Path) -> Node:
-    """Return the node of one machine. Logs in once, so that login problems are found now.
+    """Return the node of one machine. Logs in once, so that login problems show before the run starts.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: the login failed.
@@ -79,8 +79,8 @@ def expand_root(session: Session, python: str, root: str) -> str:
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """Return the parameters for the login from the settings. OpenSSH's configuration completes the login to a host
-    name.
+    """Return the parameters for the login from the settings. If `settings.host` is a name without a user, OpenSSH's
+    configuration completes the parameters.
 
     Raises:
         PermanentInfraError: OpenSSH cannot look up the name.
@@ -120,7 +120,6 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
 
 
 def release_ssh(node: Node) -> None:
-    """Change nothing: the machine is not released."""
     logger.info("kept %s: %s is not rented", node.root, node.name)
 
 

@@ -1,9 +1,9 @@
 """Vast.ai's API: containers on machines of data centers and of private owners.
 
-An offer is a single machine and can be rented once. The container's first command writes the login key, so the key need
-not be registered in the account. A host key cannot be installed in this way, because the SSH server starts before this
-command, with a new key. The field `price` is never sent, because higher bids could interrupt
-a machine that was requested with this field.
+An offer is a single machine and can be rented once. The container's first command installs the public login key, so the
+key need not be registered in the account. The command cannot install a host key, because the SSH server starts before
+the command, with a new key. Requests never contain the field `price`, because higher bids could interrupt a machine
+requested with a price.
 
 Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
@@ -23,10 +23,10 @@ from rollouts.infra.providers.http import Account, Endpoint, Json, quoted, usabl
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200
 _OFFERS, _MAX_SEARCHES = 64, 8
-"""Largest number of offers that Vast.ai returns per search, and largest number of searches. Searches are limited,
-because Vast.ai limits how many offers an account may see in a day."""
+"""_OFFERS is the largest number of offers that Vast.ai returns per search. _MAX_SEARCHES limits the searches, because
+an account may see only a limited number of offers in a day."""
 _LEAST_S = 3600
-"""Seconds for which an offered machine must be available. The machine's owner may take it back after this time."""
+"""Seconds for which an offered machine must be available. Later, the machine's owner may take it back."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
@@ -38,12 +38,11 @@ _GPU_NAMES = (
     *("RTX A4500", "RTX A5000", "RTX A6000", "RTX PRO 4000", "RTX PRO 4500", "RTX PRO 5000", "RTX PRO 6000"),
     *("RTX PRO 6000 Max-Q", "RTX PRO 6000 S", "RTX PRO 6000 WS"),
 )
-"""Vast.ai's names of GPUs. If a type has no name in this list, all offers are searched."""
+"""Vast.ai's names of GPUs. If the query has a GPU type without a name in this list, all offers are searched."""
 _LIST = "/api/v1/instances/"
 _SOLD_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
 _LEAST_SHARE = 0.93
-"""Share of a card's nominal memory that must be visible. On L4, A10, A40 and L40S, error correction takes a
-sixteenth."""
+"""Share of a card's nominal memory that must be usable. Error correction takes a sixteenth on L4, A10, A40 and L40S."""
 STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
@@ -102,8 +101,6 @@ class _Page(BaseModel):
 
 
 class Vast(Account):
-    """An account at Vast.ai."""
-
     name: ClassVar[CloudName] = "vast"
     endpoint = Endpoint(
         title="Vast.ai",
@@ -124,7 +121,7 @@ class Vast(Account):
             "rented": {"eq": False},
             "num_gpus": {"eq": query.gpu_count},
             "duration": {"gte": _LEAST_S},
-            "direct_port_count": {"gte": 1},  # otherwise SSH only works through Vast.ai's own proxy
+            "direct_port_count": {"gte": 1},  # without it, SSH works only through Vast.ai's proxy
             "gpu_ram": {"gte": int(query.min_vram_gb * _LEAST_SHARE * 1024)},
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,
@@ -155,7 +152,7 @@ class Vast(Account):
     def get(self, instance_id: str) -> Instance | None:
         if not (instance_id.isascii() and instance_id.isdigit()):  # Vast.ai's ids are numbers
             return None
-        # The list is used, because the API for a single instance shows ports in an older format.
+        # Filter the list of instances, because the API for a single instance returns ports in an older format.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
         instances = self._api.read(_LIST, _Page, params).instances
         mine = [each for each in instances if str(each.get("id")) == instance_id]
@@ -178,7 +175,7 @@ class Vast(Account):
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
-        """Return offers, cheapest first. The search stops when enough offers fit or the next offers are too
+        """Return offers, cheapest first. The search stops when enough offers match the query or the next offers are too
         expensive."""
         found: dict[str, Offer] = {}
         floor: Json = {}
@@ -197,13 +194,14 @@ class Vast(Account):
 
 
 def _sold_gb(mib: float) -> float:
-    """Return the nominal memory of a card in GB. Other providers report the nominal memory."""
+    """Return the nominal memory of a card in GB, as other providers report it, from the usable memory in MiB."""
     gib = mib / 1024
     return next((sold for sold in _SOLD_GB if _LEAST_SHARE * sold <= gib <= sold), round(gib, 1))
 
 
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
-    """Return Vast.ai's names of these types. Empty if a type has no known name, or if `gpu_types` is empty."""
+    """Return Vast.ai's names of these types, or an empty list if a type has no known name, or if `gpu_types` is
+    empty."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
     if not all(names.values()):
         return []

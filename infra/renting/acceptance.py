@@ -1,7 +1,8 @@
 """Check a new machine: its GPUs must compute, alone and together, and its link and disk must be fast enough.
 
-The driver of a rented machine may list GPUs that cannot compute. GPUs may hang when they compute together. The link may
-be so slow that a checkpoint takes an hour, often in one direction only. A network disk may be as slow.
+The driver of a rented machine may list GPUs that cannot compute. GPUs may hang when they compute together. The network
+link may be so slow, often in only one direction, that copying a checkpoint takes an hour. Writing a checkpoint to a
+network disk may take as long.
 
 Not here: other properties of a machine (node_probe.py), the release of an unfit machine (provision.py).
 """
@@ -43,17 +44,17 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
 GPU_TIMEOUT_S = 120.0
 """Time limit of the GPU test in seconds. Eight GPUs without persistence mode take a minute to initialize."""
 PEER_TIMEOUT_S = 240.0
-"""Time limit in seconds for importing torch and computing one sum over all GPUs. Importing from a cold disk takes most
-of this time."""
+"""Time limit in seconds for importing torch and computing one sum over all GPUs. Importing torch from a cold disk takes
+most of this time."""
 _PEER_ALLOWANCE_S = 30.0
-"""Seconds after PEER_TIMEOUT_S until the test's answer must have arrived."""
+"""Seconds to wait for the peer test's answer after PEER_TIMEOUT_S, which the test itself enforces."""
 NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: the interconnect between the GPUs of a large machine is still starting."""
 
 
 _MIN_MEMORY_SHARE = 0.9
-"""Share of the offered memory that each GPU must have. The driver reserves some memory, and some providers count in
-another GB."""
+"""Share of the offered memory that each GPU must have. The share is below 1, because the driver reserves some memory
+and some providers use a GB other than 10^9 bytes."""
 
 
 def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb: float = 0.0) -> str:
@@ -105,11 +106,11 @@ def require_peers(session: Session, python: str, num_gpus: int, *, backend: str 
     """Test that the GPUs of a machine can compute a sum together. Returns a description of the result.
 
     Args:
-        python: the training's interpreter. If it has no torch yet, the test is skipped.
+        python: the training's interpreter. If torch is not installed for this interpreter yet, the test is skipped.
         backend: the backend of torch.distributed. gloo runs the test on the CPU.
 
     Raises:
-        UnfitMachineError: the sum fails or hangs.
+        UnfitMachineError: the GPUs fail or hang while they compute the sum.
     """
     command = [python, "-", backend, str(num_gpus), str(PEER_TIMEOUT_S)]
     program = Path(peer_trial.__file__).read_bytes()
@@ -191,7 +192,8 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
 
 def _speed(move: Callable[[], float], amount: float, timeout_s: float) -> float:
-    """Run `move` and return `amount` per second. After a timeout, return an upper bound of the speed."""
+    """Time a call of `move` and return `amount` divided by its seconds. If `move` times out, return an upper bound of
+    the speed."""
     try:
         return amount / max(move(), 1e-3)
     except CommandTimeoutError:

@@ -2,9 +2,9 @@
 machine.
 
 The test uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may
-still be unusable. Each GPU therefore fills some of its memory, and the memory is read back. nvidia-smi is asked for a
-list of GPUs only if the library cannot be loaded. The interpreter may be old, so the code uses only the standard
-library and old syntax.
+still be unusable. The program therefore lets each GPU fill some memory, and reads the memory back. The program asks
+nvidia-smi for a list of GPUs only if libcuda cannot be loaded. The machine's Python may be old, so the code uses only
+the standard library and old syntax.
 
     {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
      "problem": ""}
@@ -23,8 +23,6 @@ _NAME_BYTES = 256
 
 
 class _RefusedCallError(Exception):
-    """A call of the driver returned an error code."""
-
     def __init__(self, call: str, code: int) -> None:
         super().__init__(call, code)
         self.call, self.code = call, code
@@ -43,7 +41,7 @@ def main() -> int:
 
 
 def _count_listed() -> int:
-    """Return the number of GPUs that nvidia-smi lists. 0 if nvidia-smi is missing or fails."""
+    """Return the number of GPUs that nvidia-smi lists, or 0 if nvidia-smi is missing or fails."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     except (OSError, subprocess.CalledProcessError):
@@ -76,7 +74,7 @@ def _try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
 
     Raises:
         _RefusedCallError: a call of the driver failed.
-        ValueError: the memory does not contain what was written.
+        ValueError: the memory does not contain the values that the GPU wrote.
     """
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
     name = ctypes.create_string_buffer(_NAME_BYTES)

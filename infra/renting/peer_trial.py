@@ -1,9 +1,9 @@
 """Test whether the GPUs of this machine can compute a sum together, and print one JSON object.
 
-acceptance.py sends this program to a new machine. On some rented machines, one GPU cannot reach the memory of another
-(broken P2P, IOMMU, ACS). Each GPU alone can compute, but the first all-reduce hangs forever. In this test, one process
-per GPU joins a group, sums a tensor over all processes, and checks the result. Processes that have not finished by the
-deadline are killed.
+acceptance.py sends this program to a new machine. On some rented machines, each GPU alone can compute, but the first
+all-reduce hangs forever, because one GPU cannot reach the memory of another (broken P2P, IOMMU, ACS). In this test, one
+process per GPU joins a group, sums a tensor over all processes, and checks the result. Processes that have not finished
+by the deadline are killed.
 
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
     answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
@@ -41,8 +41,8 @@ def main() -> int:
 
 
 def _has_requirements(backend: str) -> bool:
-    """Return whether torch and, for nccl, a driver exist. torch is not imported, because this process still has to
-    fork."""
+    """Return whether torch and, for nccl, the CUDA driver are installed. Does not import torch, because this process
+    still has to fork."""
     if importlib.util.find_spec("torch") is None:
         return False
     try:
@@ -52,7 +52,7 @@ def _has_requirements(backend: str) -> bool:
 
 
 def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
-    """Start all processes, and wait until all have ended, one has failed, or the deadline has passed."""
+    """Start all processes. Wait until all processes have ended, one process has failed, or the deadline has passed."""
     ends_at = time.monotonic() + deadline_s
     pipes, pids = {}, []
     for rank in range(num_ranks):
@@ -78,8 +78,8 @@ def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) 
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """Return the last word that each rank has said. Returns when all processes have ended, one has failed, or
-    the deadline has passed."""
+    """Return the last message of each rank, once all processes have ended, one process has failed, or the deadline has
+    passed."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):

@@ -1,11 +1,12 @@
-"""Rent machines. The ledger has a row of every machine before the request, so that a failure loses no machine.
+"""Rent machines. The ledger gets a row for every machine before the provider is asked for the machine, so that a
+failure loses no machine.
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
     killed at any step: the same run resumes from the row; else a run with the same settings takes over the machine, or
         the reaper ends the machine
-    its run failed and keeps it: as above, but the reaper waits until the time of keeping is over
+    the run failed and keeps its machine: as above, but the reaper ends the machine only after `kept_until`
     an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
 The machines of a run form a unit: they have the same kind, region and provider. If a machine cannot be rented, or is
@@ -74,19 +75,22 @@ UNFIT_FOR_S = 24 * 3600.0
 _UNSEEN_S = 60.0
 """Seconds after a machine's creation during which the provider may not list the machine yet."""
 _PRICE_TOLERANCE = 1.001
-"""Factor by which a price may exceed the offered price. Providers round their prices."""
+"""Largest accepted ratio of the actual price to the offered price. The ratio is above 1, because providers round
+prices."""
 
 logger = logging.getLogger(__name__)
 
 
 def rent_machines(renting: Renting) -> list[Rental]:
-    """Return usable machines: the run's own, then machines that a dead run with the same settings left, then new ones.
+    """Return usable machines: the run's own, then machines that a dead run with the same settings left, then new
+    machines.
 
     Returns:
-        The requested number of machines, oldest first.
+        The rows of the requested number of machines: reused machines first, then new machines.
 
     Raises:
-        NoMachineError: no offer led to machines, and nothing is rented. The error's text lists the attempts.
+        NoMachineError: no offer led to usable machines, and all rented machines were released. The error's text lists
+            the attempts.
         StillRentedError: an unusable machine could not be ended.
         ProviderRefusedError: every provider with offers refuses the API key or the account.
         PermanentInfraError: the run's money is used up, or the machines do not match the settings.
@@ -116,8 +120,8 @@ def released_on_failure(renting: Renting) -> Iterator[None]:
     """Release the run's machines if the block fails.
 
     After an error, the machines in use are released. After Ctrl-C, all machines are released, including machines that
-    were only requested. After SIGTERM, all machines are released except usable machines, which the next start takes
-    over.
+    were only requested. After SIGTERM, usable machines stay rented, because the next start takes them over; all other
+    machines are released.
     """
     try:
         yield
@@ -151,7 +155,7 @@ def _inherited(renting: Renting) -> list[Rental]:
     Machines in accounts without an API key are skipped.
 
     Raises:
-        MissingKeyError: the run itself has a machine in an account without an API key. The run must not rent a second
+        MissingKeyError: the run itself has a machine in an account without an API key, so it must not rent a second
             machine.
     """
     own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
@@ -207,7 +211,8 @@ def _is_same_place(rental: Rental, unit: Sequence[Rental]) -> bool:
 
 
 def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
-    """Make a machine of an earlier process usable as a part of the unit, or end it and return None."""
+    """Make a machine that an earlier process rented usable for this unit. If that fails, end the machine and return
+    None."""
     if rental.kept_until is not None:
         current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
         if current is None or current.run_id != renting.request.run_id or current.state.is_over:
@@ -232,20 +237,20 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
 
 
 class _OfferFailedError(Exception):
-    """The offer did not lead to a machine. Another offer may lead to one."""
+    """The offer did not lead to a machine. Another offer may still succeed."""
 
 
 class _RefusedError(_OfferFailedError):
-    """The provider refuses the API key or the account. Only offers of other providers may lead to a machine."""
+    """The provider refuses the API key or the account. Only offers of other providers can still succeed."""
 
 
 class _UnconfirmedError(_OfferFailedError):
-    """The provider may have created a machine and does not answer. Only offers of other providers may lead to a
-    machine."""
+    """The provider may have created a machine and does not answer. Only offers of other providers can still succeed."""
 
 
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
-    """Add the missing machines to the unit, or release the unit and rent all machines in another place."""
+    """Add the missing machines to the unit. If none is available beside the unit, release the unit and rent all
+    machines elsewhere."""
     request = renting.request
     tried: list[str] = []
     offered = search_offers(request.query, renting.clouds)
@@ -313,7 +318,7 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
     """Rent the missing machines by one offer. All machines are requested before the first wait.
 
     Raises:
-        _OfferFailedError: one machine could not be rented, and the others were released.
+        _OfferFailedError: one machine could not be rented, and the other machines of this call were released.
     """
     request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
@@ -364,11 +369,11 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
 
 
 def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, beside: Sequence[Rental]) -> Rental:
-    """Record the intent to request a machine, and return its row.
+    """Add the ledger's row for a machine that is about to be requested, and return the row.
 
     Args:
-        host_key: the host key that the machine will get.
-        beside: the other machines of the unit so far. The run's money for them until they expire is reserved.
+        beside: the other machines of the unit so far. The future cost of these machines is subtracted from the run's
+            money.
 
     Raises:
         PermanentInfraError: the run's money is used up.
@@ -403,8 +408,8 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
     """Return the time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    Earlier costs of the machine count for this run. Money for the machines in `beside` is reserved until these machines
-    expire.
+    The machine's past cost, also from an earlier run, and the future cost of the machines in `beside` are subtracted
+    from the run's money.
     """
     request = renting.request
     others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]
@@ -419,7 +424,7 @@ def _hours(usd: float, usd_per_hour: float) -> float:
 
 
 def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
-    """Request the machine once. Returns the machine's row.
+    """Send the creation request once, because a retry could create a second machine. Returns the machine's row.
 
     Raises:
         _OfferFailedError: no machine was created.
@@ -457,10 +462,10 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
 
 
 def _leave_unconfirmed(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
-    """Mark a machine that has not appeared yet as expired. If the machine appears, the next check ends it, even if the
-    run is alive."""
+    """Mark a machine that has not appeared yet as expired. If the machine appears, the next check of the reaper ends
+    it, even if the run is alive."""
     now = time.time()
-    if rental.expires_at > now:  # otherwise the machine was already marked
+    if rental.expires_at > now:  # an earlier call has already marked an expired row
         change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
         renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
@@ -547,7 +552,7 @@ def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
 def _describe_unfit(
     rental: Rental, instance: Instance | None, price: float, query: GPUQuery, *, may_be_unseen: bool
 ) -> str:
-    """Return why a machine can never be used. Empty if the machine may become usable."""
+    """Return why a machine can never be used, or "" if the machine may become usable."""
     if instance is None:
         return "" if may_be_unseen else f"{rental.name} is gone: its provider took it away"
     if not instance.status.may_become_usable:

@@ -9,9 +9,9 @@
     named otherwise          it does not belong to this project                never touched
     a row without a machine  looked up again; after an hour it counts as never created
 
-Several checks may run at the same time: by hand, by a schedule, at the start of runs. The first one that changes a
-machine's row handles the machine. A provider that does not answer is reported as a failure, because its machines are
-unknown. If the ledger's disk is full, machines are ended without writing to the ledger.
+Several checks may run at the same time: by hand, by a schedule, at the start of runs. The check that changes a
+machine's row first handles the machine. A provider that does not answer is reported as a failure, because its machines
+are unknown. If the ledger's disk is full, machines are ended without writing to the ledger.
 
 Not here: renting (provision.py) and releasing (release.py).
 """
@@ -43,8 +43,8 @@ from rollouts.infra.renting.rentals import (
 )
 
 UNSEEN_AFTER_S = 3600.0
-"""A requested machine that has not appeared after this many seconds counts as not created. If it appears later, it is
-ended."""
+"""A requested machine that has not appeared after this many seconds counts as not created. If the machine appears
+later, the reaper ends it."""
 
 _BEING_CHANGED = "another process ends it or takes it over at this moment"
 
@@ -59,7 +59,6 @@ class ReapReport:
     kept: list[str] = field(default_factory=list)
     """Machines in use, or spared for the next start."""
     foreign: list[str] = field(default_factory=list)
-    """Machines of other stores."""
     failures: list[str] = field(default_factory=list)
     """Machines that could not be checked or ended."""
 
@@ -84,8 +83,9 @@ def reap(
     Args:
         credentials: name of the accounts' credentials. Machines of other credentials are skipped.
         spare: keep a dead run's machines, which the next start may take over, until shortly before they expire.
-            Machines that failed runs keep are kept in any case until their time is over.
-        other_ledger: identity of another ledger, for example of a deleted store. All its machines are ended too.
+            Machines of failed runs are always kept until their `kept_until`.
+        other_ledger: identity of another ledger, for example of a deleted store. The machines of that ledger are ended
+            too.
     """
     report = ReapReport()
     for name, cloud in clouds.items():
@@ -182,8 +182,8 @@ def _judge_instance(
     began = rental.rented_at or rental.intended_at
     if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
-        if current is not None and current.status is not InstanceStatus.GONE:  # it may have ended since
-            # A finished run may still count as alive. Mark the machine as expired, so that it is ended in any case.
+        if current is not None and current.status is not InstanceStatus.GONE:  # the machine still exists
+            # A finished run may still count as alive. Mark the machine as expired, so that the machine is always ended.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _reason_to_keep(rental, ledger, spare=False):
@@ -249,11 +249,11 @@ def _end(
 
 
 def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Return why a machine is kept. Empty if no run needs the machine."""
+    """Return why a machine is kept, or "" if no run needs the machine."""
     now = time.time()
     if rental.expires_at <= now:
         return ""
-    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a live run is about to take the machine
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a live run is about to take back its kept machine
         until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
@@ -267,7 +267,7 @@ def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
     """Return an expired row for a machine that has this ledger's name but no row.
 
     Args:
-        asked_at: time of the request, from the machine's name. The machine has cost money since then.
+        asked_at: time of the request, from the machine's name. The machine has cost money since this time.
     """
     now = time.time()
     began = min(asked_at, now)

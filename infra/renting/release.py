@@ -4,7 +4,7 @@
                        | still there, or the provider unreachable, for too long: the row stays open, StillRentedError
 
 The end is requested even if the ledger cannot be written, because the machine costs money also when the disk is full.
-The machine's row then stays open until a later check can write to the ledger.
+After a failed write, the machine's row stays open until a later check can write to the ledger.
 
 Not here: renting (provision.py), the cleanup of machines that no run needs (reaper.py).
 """
@@ -23,7 +23,7 @@ from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 
 FOUND_NOTE = "found by its name"
-"""Note of a machine whose creation was unconfirmed and that was then found by its name."""
+"""Note in the row of a machine that was found by its name after an unclear answer to its creation."""
 _SIGHTINGS = 2
 """A machine counts as gone after it was missing this many times in a row."""
 
@@ -41,7 +41,8 @@ def release_machines(
     """Release several machines like `release_machine`. The end of every machine is requested before the first wait.
 
     Raises:
-        StillRentedError: for the first machine that may still be rented, after all machines were handled.
+        StillRentedError: a machine may still be rented. Raised for the first of these machines, after all machines were
+            handled.
         TransientInfraError: all machines are gone, but the ledger could not be written.
     """
     gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)
@@ -85,7 +86,7 @@ def release_all(
 def _release_each(
     rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
 ) -> tuple[list[Rental], list[InfraError]]:
-    """Release the machines one after another. Returns the rows of released machines, and the errors for the rest."""
+    """Release the machines one after another. Returns the rows of released machines, and the errors of the others."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)
@@ -172,7 +173,7 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    """End the machine, and any other machine of the same name: a proxy in front of an API may have sent the creation
+    """End the machine, and any other machine of the same name. A proxy in front of an API may have sent the creation
     request twice."""
     _end_one(rental, cloud, pace)
     try:
@@ -215,8 +216,8 @@ def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
 
 
 def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
-    """Request a machine's end. Returns the provider's error, if any: some providers refuse the request for machines
-    that are ending or gone."""
+    """Request a machine's end. A provider's error is returned, not raised, because some providers refuse the request
+    for machines that are ending or gone."""
     try:
         cloud.terminate(rental.instance_id)
     except InfraError as error:
@@ -234,8 +235,8 @@ def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
     """Look up a machine whose creation is unconfirmed, by its name.
 
     Returns:
-        The machine's row, completed with the found id. The ledger does not have the id yet. None if the machine does
-        not appear.
+        The machine's row with the found id, which the caller has to write into the ledger, or None if the provider
+        lists no machine of this name.
 
     Raises:
         ProviderUnavailableError: the provider does not answer.

@@ -31,14 +31,11 @@ NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<
 
 
 class RentalState(StrEnum):
-    """The progress of a machine's rental."""
-
     INTENDED = "intended"
     """The machine was requested, or is about to be requested. The machine may exist."""
     RENTED = "rented"
     """The machine exists and costs money."""
     READY = "ready"
-    """The machine can be used."""
     RELEASING = "releasing"
     """The machine's end was requested. The machine costs money until the provider no longer lists it."""
     GONE = "gone"
@@ -59,12 +56,13 @@ class Rental:
     run_id: str
     provider: CloudName
     purpose: str
-    """Hash of the settings for which the machine was rented. A later run with the same settings may take it over."""
+    """Hash of the settings for which the machine was rented. A later run with the same settings may take the machine
+    over."""
     credentials: str = ""
-    """Name of the credentials of the machine's account. Empty for keys from plain environment variables."""
+    """Name of the credentials of the machine's account, or "" for keys from plain environment variables."""
     state: RentalState = RentalState.INTENDED
     instance_id: str = ""
-    """The provider's id of the machine. Empty while unknown."""
+    """The provider's id of the machine, or "" while unknown."""
     gpu: str
     """The number and type of the GPUs, for example `1x NVIDIA H100`."""
     region: str
@@ -76,20 +74,20 @@ class Rental:
     expires_at: float
     """Time at which the machine is ended, even if it is in use."""
     kept_until: float | None = None
-    """Time until which the machine of a failed run is kept for inspection or a retry. None while a run uses the
+    """Time until which the machine of a failed run is kept for inspection or a retry, or None while a run uses the
     machine."""
     host_key: str = ""
-    """Fingerprint of the machine's host key. Empty before the first login."""
+    """Fingerprint of the machine's host key, or "" before the first login."""
     note: str = ""
-    """The latest event, as text for users."""
+    """Text for users about the machine's latest event."""
     vram_gb: float = 0.0
-    """Offered memory of each GPU in GB; 0 if unknown."""
+    """Offered memory of each GPU in GB, or 0 if unknown."""
     host: str = ""
-    """The provider's name of the physical machine. Empty if unknown."""
+    """The provider's name of the physical machine, or "" if unknown."""
     is_unfit: bool = False
     """Whether the machine was unusable and was therefore released right after its creation."""
     expected_key: str = ""
-    """Fingerprint that the host key must have at the first login. Empty if the key is unknown before the first
+    """Fingerprint that the host key must have at the first login, or "" if the key is unknown before the first
     login."""
     believed_by: str = "first_use"
     """Evidence for the host key of the first login: injected, provider or first_use (host_keys.py)."""
@@ -105,8 +103,8 @@ class Rental:
 
     @property
     def taken_until(self) -> float:
-        """Time until which another run may take the machine over. After this time, a dead run's machine is not
-        needed."""
+        """Time until which another run may take the machine over. After this time, the reaper ends a dead run's
+        machine."""
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
@@ -122,7 +120,8 @@ class Rental:
 
 
 def too_late_s(whole_s: float) -> float:
-    """Return the number of remaining seconds that is too small for another run, given the machine's whole time."""
+    """Return the number of remaining seconds below which no other run takes the machine over, given its whole rental
+    time."""
     return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
@@ -131,7 +130,7 @@ def in_utc(seconds: float) -> str:
 
 
 def describe_keeping(rental: Rental) -> str:
-    """Return a phrase that says how long a failed run's machine is kept. Empty if the machine is not kept."""
+    """Return a phrase that says how long a failed run's machine is kept, or "" if the machine is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -196,7 +195,7 @@ def open_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return machines that never appeared and were given up after the time `since`. Such a machine may still appear."""
+    """Return machines that never appeared and were given up after the time `since`. These machines may still appear."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RentRequest:
-    """The machines that a run needs, and their limits."""
+    """The machines that a run needs, and the limits of their cost and hours."""
 
     run_id: str
     query: GPUQuery
@@ -35,25 +35,20 @@ class RentRequest:
     purpose: str
     """Hash of the settings that must be equal for one machine to replace another."""
     credentials: str = ""
-    """Name of the accounts' credentials."""
     max_usd: float
     """Largest cost of all machines of the run together, in USD."""
     max_hours: float
-    """Largest number of hours for which a machine is kept."""
     usable_within_s: float = 900.0
     expects_host_key: bool = True
-    """Whether the host key of the first connection must equal a key that is known before, if the provider supports
-    this."""
+    """Whether the first connection must find the host key that this program installed or that the provider reported.
+    Providers that can do neither are exempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renting:
-    """The request of one run, with everything that renting needs."""
-
     request: RentRequest
     ledger: Ledger
     clouds: Mapping[CloudName, Cloud]
-    """The accounts that may be used, by provider."""
     check: Check
     say: Say = logger.info
     """Called with progress messages, one sentence each."""
@@ -66,8 +61,8 @@ class Renting:
         release_machine(rental, self.ledger, self.cloud_of(rental), note=note, is_unfit=is_unfit, pace=self.pace)
 
     def own_rows(self) -> list[Rental]:
-        """Return the run's open machines, oldest first. Machines of other credentials are left out, because their state
-        is unknown."""
+        """Return the run's open machines, oldest first. Machines of other credentials are skipped, because the run's
+        credentials cannot query their state."""
         own = self.request.credentials
         rows = rentals_of(self.ledger, self.request.run_id)
         return [rental for rental in rows if rental.credentials == own and not rental.state.is_over]

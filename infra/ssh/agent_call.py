@@ -38,7 +38,7 @@ from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest size of an agent's answer in bytes: five times the digests of all chunks of a terabyte."""
+"""Largest size of an agent's answer in bytes. The digests of all chunks of 1 TB of files take a fifth of this size."""
 _MAX_FRAME_BYTES = 256 << 10
 """Largest size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
@@ -48,7 +48,7 @@ _LOADER = (
     f"stream.read({len(_FIRST_BYTES)}) == {_FIRST_BYTES!r} or sys.exit({_EATEN_CODE}); "
     "exec(stream.read(int(sys.argv[1])))"
 )
-"""Code that Python runs on the node to load the agent's text from its input.
+"""Code that Python runs on the node to load the agent's program text from standard input.
 
 If another program has consumed the start of the input, the code exits with _EATEN_CODE.
 """
@@ -105,7 +105,7 @@ class Agent:
         return True
 
     def receive_frame_head(self, deadline: float | None) -> tuple[bytes, int]:
-        """Return the kind and the length of the next frame. `receive` then returns its content."""
+        """Return the kind and the length of the next frame. The caller reads the frame's content with `receive`."""
         self._skip_greeting(deadline)
         head = b"".join(self.receive(FRAME_HEAD.size, deadline))
         kind, length = FRAME_HEAD.unpack(head)
@@ -163,7 +163,7 @@ class Agent:
     def _receive(self, max_bytes: int, deadline: float | None) -> bytes:
         timeout_s = None if deadline is None else deadline - time.monotonic()
         try:
-            if timeout_s is not None and timeout_s <= 0:  # the channel's timeout does not end an endless answer
+            if timeout_s is not None and timeout_s <= 0:  # a deadline also ends an answer that never stops
                 raise TimeoutError
             chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
         except TimeoutError as error:
@@ -192,7 +192,7 @@ class Agent:
             )
         if not self._has_greeted:
             raise LoginShellError(self.address, f"code {exit_code}: {reason or 'it printed nothing'}", self._python)
-        # No shell uses this exit code, so the agent itself was killed on the node.
+        # The agent had started, so the agent itself died or was killed on the node.
         raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 
 
@@ -259,8 +259,7 @@ class AgentCall:
         """Yield the kind and the content of the agent's frames in pieces as they arrive, up to the final answer.
 
         Raises:
-            RequestCutError: the connection broke. The node may have executed the request.
-            NodeUnreachableError: no byte came in time. The node may have executed the request.
+            RequestCutError, NodeUnreachableError: see `Agent.receive`.
             PermanentInfraError: the node cannot run Python, or another program than the agent answers.
         """
         while True:
@@ -338,7 +337,7 @@ class ParallelWrite:
         self._is_over = threading.Event()
         self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
-        """The node's answer if the node could not write the chunks. Set when `run` has returned."""
+        """The node's answer if the node could not write the chunks. `run` sets this field."""
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:

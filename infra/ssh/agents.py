@@ -4,13 +4,13 @@ Not here: the requests (ssh_session.py), connections and logins (connection.py),
 
 An agent is a process on the node that answers all kinds of requests. This machine sends the agent's program text before
 the first request. The node's login shell therefore only has to start Python, and no shell interprets arguments. An
-agent answers requests one after another and stays alive between requests. A request therefore costs one round trip.
-Concurrent requests use further agents on separate channels.
+agent answers requests one after another and stays alive between requests. A request to a running agent therefore costs
+one round trip. Concurrent requests use further agents on separate channels.
 
 Small urgent requests (commands, jobs, logs) and large files use separate connections. A connection is opened on first
 use and reopened after it broke. If the server allows too few channels per connection, a second connection serves the
-urgent requests. A broken connection often shows only as a missing answer. Idempotent requests are then retried once
-through a new agent.
+urgent requests. A broken connection often shows only as a missing answer. An idempotent request without an answer is
+retried once through a new agent.
 """
 
 import functools
@@ -45,7 +45,7 @@ assert len(PIECES) == MAX_SENDERS
 _OPEN_ATTEMPTS = 4
 """Maximum number of attempts to start a request."""
 PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
-"""Seconds of the pause after the first attempt: in the usual case, and if the server bans this machine. The pause
+"""Seconds of the pause after a failed first attempt. BAN_PAUSE_S applies if the server bans this machine. The pause
 doubles after each attempt. The shortest bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
 """Extra time to wait for the answer after a command's own time limit."""
@@ -77,14 +77,13 @@ class Agents:
         self._idle_agents: dict[Purpose, list[tuple[float, Agent]]] = {purpose: [] for purpose in PURPOSES}
         """Idle agents, each with the time at which it became idle."""
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
-        """OpenSSH's client, and our own connection whose host key the client requires."""
+        """OpenSSH's client, and the paramiko connection whose host key the client must find."""
         self._key_type = ""
-        """Type of the host key of the latest connection."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
         self._preparing = {purpose: threading.Lock() for purpose in PURPOSES}
-        """Held while a spare agent is being prepared."""
+        """Locks that are held while a spare agent for the purpose is being prepared."""
 
     @property
     def address(self) -> str:
@@ -159,7 +158,8 @@ class Agents:
         return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
-        """Return an idle agent, or wait for the agent that is being prepared. None if neither agent exists."""
+        """Return an idle agent, or wait for the agent that is being prepared. Returns None if no agent is idle or in
+        preparation."""
         if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
             self._preparing[purpose].release()
         while True:
@@ -179,8 +179,8 @@ class Agents:
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Close these connections and their agents after a break, because further connections may have broken
-        unnoticed."""
+        """Close the connections and agents of these purposes after one connection broke, because the others may have
+        broken unnoticed."""
         with self._lock:
             for purpose in purposes:
                 self._end_idle_agents(purpose)
@@ -202,12 +202,12 @@ class Agents:
             agent = Agent(self.connection(purpose).open_command, self._python, self.address)
         except NodeUnreachableError:
             raise
-        except TransientInfraError:  # no further channel is allowed; a followed log may occupy the only one
+        except TransientInfraError:  # the server allows no further channel: a followed log may occupy the only one
             if purpose != "control":
                 raise
             agent = Agent(self.connection("beside").open_command, self._python, self.address)
         if client is not None:
-            self.may_use_openssh = False  # our own connection works, so the client has a problem
+            self.may_use_openssh = False  # our own connection works, so only OpenSSH's client has a problem
         return agent
 
     def openssh(self, purpose: Purpose) -> OpenSSH | None:
@@ -218,7 +218,7 @@ class Agents:
         believed = self.connection("control")
         with self._lock:
             self._check_open()
-            # The client's small window slows data from a distant node. It does not slow data to the node.
+            # OpenSSH's small receive window slows data from a distant node, but not data to the node.
             is_slower = believed.is_far and purpose not in PIECES
             if is_slower or not believed.key_file or not openssh.is_installed():
                 return None

@@ -50,9 +50,8 @@ from rollouts.infra.ssh.proxy_jump import (
 _CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
 HEARTBEAT_LIMIT_S = 30.0
-"""Seconds of silence after a heartbeat until the peer counts as dead. With the interval between heartbeats, a dead peer
-is detected within 45 s. Any received byte counts as a sign of life, because a slow link delays the heartbeat's
-answer."""
+"""Seconds of silence after a heartbeat until the peer counts as dead. Together with HEARTBEAT_INTERVAL_S, a dead peer
+is detected within 45 s. Any received byte ends the silence, because a slow link delays the heartbeat's answer."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """Ciphers in the order of preference. AES-GCM is 1.5 times as fast as paramiko's first choice."""
@@ -60,10 +59,11 @@ _KEX = "curve25519-sha256"
 """A key exchange that paramiko and every server of the last ten years support."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""Names of the signature algorithms of key types that have other names than their signatures."""
+"""Signature algorithms by key type, for the key types whose name differs from the names of their signature
+algorithms."""
 _REKEY_BYTES = 1 << 35
-"""Amount of data after which the encryption keys are renewed. paramiko's default is 512 MiB, and its renewal often
-hangs. With AES, OpenSSH renews keys every 64 GiB."""
+"""Amount of data after which the encryption keys are renewed. paramiko's default is 512 MiB, and paramiko often hangs
+while it renews keys. With AES, OpenSSH renews keys every 64 GiB."""
 _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Receive windows of a near and of a distant connection. The window limits the speed of a distant connection. A large
@@ -85,7 +85,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
     """A paramiko transport that stores the server's disconnect message, which paramiko only logs."""
 
     goodbye = ""
-    """The server's disconnect message. Empty while connected, or if the server sent none."""
+    """The server's disconnect message, or "" while connected, or if the server sent none."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # skip the number for the kind of reason
@@ -93,8 +93,6 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
 
 
 class Channel(Protocol):
-    """The input and output of one command on a node."""
-
     @property
     def has_ended(self) -> bool: ...
 
@@ -137,7 +135,8 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the channel ended or the connection broke: the two cases look the same.
+        """Return received bytes, or b"" if the channel ended or the connection broke, because paramiko reports both
+        alike.
 
         Raises:
             TimeoutError: no byte came in time.
@@ -157,7 +156,7 @@ class SSHChannel:
         return bytes(self._channel.recv_stderr(64 << 10))
 
     def exit_code(self) -> int | None:
-        """The command's exit code; None if the server does not report it."""
+        """The command's exit code, or None if the server does not report it."""
         self._channel.status_event.wait(EXIT_CODE_TIMEOUT_S)  # the code arrives shortly after the end of the output
         exit_code = int(self._channel.exit_status)
         return None if exit_code == -1 else exit_code
@@ -182,7 +181,7 @@ class SSHConnection:
         self.address = address
         self.host_key = host_key
         self.key_file = key_file
-        """File of the private key that the server accepted. Empty for a key of the agent."""
+        """File of the private key that the server accepted, or "" for a key of the agent."""
         round_trip_s = _measure_round_trip(transport, address)
         self.is_far = round_trip_s >= _NEAR_S
         """Whether the round trip is so long that the window limits the speed."""
@@ -192,7 +191,7 @@ class SSHConnection:
 
     @property
     def is_alive(self) -> bool:
-        """False once this side has noticed that the connection broke, which may be late."""
+        """False once this side has noticed that the connection broke. A broken connection may be noticed late."""
         return bool(self._transport.is_active())
 
     def open_command(self, command: str) -> SSHChannel:
@@ -270,13 +269,13 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
             if not keys.keys:
                 raise KeyAgentError(access.address, refusal) from error
         except LoginError as error:
-            if refusal:  # the refused key may have been the right one
+            if refusal:  # the key that the agent did not use may be right
                 raise KeyAgentError(access.address, error.problem) from error
             raise
 
 
 def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnection:
-    """Connect and log in with these keys. Raises the errors of `connect`, and SigningRefusedError.
+    """Connect and log in with these keys. Raises the errors of `connect`, too.
 
     Raises:
         SigningRefusedError: the agent refuses to sign with one of the keys.
@@ -336,7 +335,7 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
         NodeUnreachableError: the server accepted the login and then hangs, for example on the user's home folder.
     """
     round_trip_s = float("inf")
-    for attempt in range(6):  # a single measurement of a near server may include a wait for a processor
+    for attempt in range(6):  # repeat, because one measurement may include a wait for a CPU
         started = time.monotonic()
         _ask_for_sign_of_life(transport)
         if not transport.is_active():
@@ -350,10 +349,10 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
     """Open a transport to a host, and check that the host's key is right.
 
-    A host has keys of several types and shows its key of the first type that is requested. A fingerprint does not tell
-    the key's type, so the type is looked up among the stored keys. If no key is stored, further connections request the
-    types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH bans an
-    address after several such connections.
+    A host has keys of several types and shows the key whose type comes first in the request. A pinned fingerprint does
+    not tell the key's type, so the type is looked up among the stored keys. If no key is stored, further connections
+    request the types that the host has not shown yet. Each wrong type costs a connection without a login, and OpenSSH
+    bans an address after several such connections.
     """
     key: HostKey | None = None
     reasons = []
@@ -362,7 +361,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # there is no key of these types, or no common algorithm
+        except paramiko.IncompatiblePeer as error:  # the host has no key of these types, or no algorithm in common
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue

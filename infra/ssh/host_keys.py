@@ -1,6 +1,6 @@
-"""Decide whether a host's key is right. A connection is used only after this decision.
+"""Decide whether a host's key is right, before the connection is used.
 
-The first kind of evidence that applies decides. The kinds, from the strongest to the weakest:
+The strongest kind of evidence that is available decides. The kinds of evidence, from the strongest to the weakest:
 
     pinned            the key's fingerprint is known: from the settings, or stored by an earlier login
       injected        the fingerprint is known because this program put the key on the machine at its creation
@@ -30,8 +30,6 @@ from rollouts.infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):
-    """The reason for accepting a host key."""
-
     PINNED = "pinned"
     INJECTED = "injected"
     PROVIDER = "provider"
@@ -41,8 +39,6 @@ class HostKeyEvidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """The public key of a host."""
-
     type: str
     """The key's type, for example ssh-ed25519."""
     blob: bytes
@@ -61,18 +57,18 @@ class HostKeyPolicy:
     host: str
     port: int
     alias: str = ""
-    """The host's name in known_hosts files, independent of its address. If empty, the address is used."""
+    """The host's name in known_hosts files, independent of its address. Without `alias`, the host's address is used."""
     pinned: str
-    """The required fingerprint. Empty if no fingerprint is known."""
+    """The required fingerprint, or "" if no fingerprint is known."""
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """File that stores a key accepted at the first login. If None, unknown hosts are refused."""
+    """File that stores a key accepted at the first login. Without `first_use_file`, unknown hosts are refused."""
     pinned_file: Path | None = None
-    """File that stores a key after a match with `pinned`, so that later logins know the key's type. If None,
-    `first_use_file` is used."""
+    """File that stores a key after a match with `pinned`, so that later logins know the key's type. Without
+    `pinned_file`, `first_use_file` is used."""
     likely_type: str = ""
-    """Type of the host's key in an earlier connection. Empty before the first connection."""
+    """Type of the host's key in an earlier connection, or "" before the first connection."""
 
     @property
     def address(self) -> str:
@@ -89,7 +85,7 @@ class HostKeyPolicy:
         return [key for marker, key in self._entries() if marker == ""]
 
     def likely_types(self, usable: Sequence[str]) -> tuple[str, ...]:
-        """Return the types of the host's known keys that are in `usable`. Empty if no key is known.
+        """Return the types of the host's known keys that are in `usable`, or an empty tuple if no key is known.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -101,7 +97,7 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Return the evidence for accepting the key. The key is stored unless a file already has it.
+        """Return the evidence for accepting the key. Stores the key unless a known_hosts file already has it.
 
         Raises:
             HostKeyError: the key is not accepted. The error's text says what to do.
@@ -112,7 +108,7 @@ class HostKeyPolicy:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
                 noted_in = self.pinned_file or self.first_use_file
                 if noted_in is not None and shown not in self.known_keys():
-                    with suppress(OSError):  # if the type is not stored, later logins only need more connections
+                    with suppress(OSError):  # without the stored key, later logins only need more connections
                         self._remember(shown, noted_in)
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
@@ -158,7 +154,7 @@ class HostKeyPolicy:
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, line.encode())  # a single write keeps the lines of two processes apart
+            os.write(descriptor, line.encode())  # a single write does not mix with lines of other processes
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -166,7 +162,7 @@ class HostKeyPolicy:
 
 def make_host_key() -> HostKeyPair:
     """Create a new host key for a machine that is about to be created."""
-    from cryptography.hazmat.primitives import serialization as formats  # late, because only renting needs this
+    from cryptography.hazmat.primitives import serialization as formats  # a late import, because only renting needs it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()
@@ -182,8 +178,7 @@ def fingerprint_of(public: str) -> str:
 
 
 def noted_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the latest key that a login stored in the machine's own file. Empty if the file has no
-    key."""
+    """Return the fingerprint of the latest key in a machine's known_hosts file, or "" if the file has no key."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 

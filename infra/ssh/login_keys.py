@@ -1,7 +1,7 @@
 """Find the keys for the login on a machine: in a file, in an environment variable, or in the SSH agent.
 
 paramiko's own agent client is not used, for three reasons: it knows only SSH_AUTH_SOCK, fails at a key comment that is
-not UTF-8, and with a certificate, signs with another key than the certificate's.
+not UTF-8, and signs with a wrong key for a certificate.
 
 Not here: the login (connection.py), keys of machines (host_keys.py).
 """
@@ -90,10 +90,11 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """Return the agent's keys. Empty if the agent breaks the connection, for example a forwarded agent that is gone.
+    """Return the agent's keys, or an empty list if there is no agent or the agent fails, for example a forwarded agent
+    that is gone.
 
     Args:
-        place: the agent's socket, or NO_AGENT. If empty, SSH_AUTH_SOCK is used.
+        place: the agent's socket, or NO_AGENT. Without `place`, SSH_AUTH_SOCK is used.
     """
     path = place or os.environ.get("SSH_AUTH_SOCK", "")
     if not path or path == NO_AGENT:
@@ -126,17 +127,15 @@ _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
 _PEM_WIDTH = 64
 _PUBLIC = ("ssh-", "ecdsa-", "sk-")
-"""Texts with which a public key's file begins."""
+"""Possible beginnings of a public key's file."""
 _OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 
 @dataclass(frozen=True, slots=True)
 class LoginKey:
-    """A key for the login."""
-
     key: Any  # paramiko has no types
     file: str = ""
-    """File of the unencrypted private key. Empty for a key of the agent or of an environment variable."""
+    """File of the unencrypted private key, or "" for a key of the agent or of an environment variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,6 @@ class LoginKeys:
     """One sentence for each existing key that is unusable, with the reason."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """Return the keys without `key`, which is unusable for this reason."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )
@@ -252,7 +250,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
 def _restore_lines(text: str) -> str:
     """Restore the line breaks of a private key. One-line input fields and some secret stores remove line breaks."""
     match = _PEM.search(text.replace("\\n", "\n"))
-    if match is None or "Proc-Type" in match["body"]:  # old encrypted keys have headers on lines of their own
+    if match is None or "Proc-Type" in match["body"]:  # the headers of old encrypted keys need their line breaks
         return text
     body = "".join(match["body"].split())
     lines = [body[start : start + _PEM_WIDTH] for start in range(0, len(body), _PEM_WIDTH)]
@@ -262,8 +260,8 @@ def _restore_lines(text: str) -> str:
 def _load_key(path: Path, address: str, of_agent: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
     """Load the private key of a file. If the file has no usable private key, return the agent's copy of the key.
 
-    A key with a certificate next to it is offered with the certificate and then alone, because the certificate may have
-    expired or be meant for other machines.
+    If a certificate lies next to the key, the key is offered first with the certificate and then alone. The certificate
+    may have expired or be meant for other machines.
     """
     try:
         key = _read_key(path, address)
@@ -294,7 +292,7 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
-    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key holds it, or its type is obsolete
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
         raise LoginError(
             address,
             f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or let the SSH "
@@ -306,8 +304,8 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """Return the public half of a key, from the key's file or from the `.pub` file next to it. None if neither file has
-    a public half."""
+    """Return the public half of a key, from the key's file or from the `.pub` file next to it, or None if neither file
+    has a public half."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: the text is not base64
             text = read_text(each, errors="replace")

@@ -1,10 +1,10 @@
 """Run commands on a node with the installed OpenSSH client, to copy large amounts of data.
 
-The client is two to three times as fast as paramiko, whose encryption holds Python's global lock. On a distant
-connection, the client receives more slowly than paramiko, because its window has only 2 MiB.
+The client is two to three times as fast as paramiko, because paramiko's encryption holds Python's global lock. On a
+distant connection, the client receives more slowly than paramiko, because the client's window has only 2 MiB.
 
 The client accepts only the host key that our own connection accepted (host_keys.py), and logs in with the same key
-file. The client uses no configuration file, no agent and no known_hosts file of the user.
+file. The client does not use the user's configuration file, SSH agent and known_hosts file.
 
 Not here: the choice between the client and paramiko (agents.py).
 """
@@ -49,13 +49,13 @@ _SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
 """The key exchange that OpenSSH 9.0 to 9.8 choose first. This key exchange costs the client up to 0.3 s of processor
 time per login."""
 _FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
-"""Key exchanges to prefer to the slow key exchange. The second one is not safe against quantum computers. Our own
-connection, which carries the secrets, is not safe against them either."""
+"""Key exchanges to prefer to the slow key exchange. curve25519-sha256 is not safe against quantum computers. The
+paramiko connection, which carries the secrets, has the same weakness."""
 NOBODY_ANSWERS = 255
 """The client's exit code after a failed or broken connection."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
 _ALIAS = "the-node"
-"""The node's name in the client's known_hosts file. The name needs no quoting and is not resolved."""
+"""The node's name in the client's known_hosts file. This name needs no quoting, and the client does not resolve it."""
 _NEVER = (
     "AddKeysToAgent CanonicalizeHostname CheckHostIP Compression ControlMaster ForwardAgent ForwardX11 "
     "GSSAPIAuthentication HostbasedAuthentication KbdInteractiveAuthentication PasswordAuthentication "
@@ -112,7 +112,7 @@ class OpenSSH:
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
     def open_command(self, command: str) -> "OpenSSHChannel":
-        """Start a command line in the node's shell. A failed start shows only when the command's output is read."""
+        """Start a command line in the node's shell. If the start fails on the node, the output ends early."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
             process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
@@ -202,10 +202,10 @@ def is_installed() -> bool:
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Return the members of _FAST_KEY_EXCHANGES that the client knows. Empty if the client does not know the
-    slow key exchange.
+    """Return the members of _FAST_KEY_EXCHANGES that the client knows, or an empty tuple if the client does not know
+    the slow key exchange.
 
-    Unknown names must be left out, because the client refuses them.
+    The client refuses an option that contains a name it does not know.
     """
     try:
         asked = subprocess.run(
@@ -255,7 +255,7 @@ class OpenSSHChannel:
             raise NodeUnreachableError(self._address, "the connection broke") from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """Return received bytes. Empty if the command ended or the connection broke.
+        """Return received bytes, or b"" if the command ended or the connection broke.
 
         Raises:
             TimeoutError: no byte came in time.

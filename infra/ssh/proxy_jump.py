@@ -28,8 +28,8 @@ _MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """A socket that records its first line and the time of its last bytes. The socket takes over another socket's
-    descriptor."""
+    """A socket that takes over another socket's descriptor, and records its first line and the time of the last
+    received bytes."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
@@ -39,7 +39,7 @@ class HeardSocket(socket.socket):
 
     @property
     def refusal(self) -> str:
-        """The first line from an SSH server that sent a text instead of its greeting. Empty if the server sent a
+        """The first line from an SSH server that sent a text instead of its greeting, or "" if the server sent a
         greeting."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
@@ -97,7 +97,7 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """Return the client's error message about the connection. Empty if the client printed no error message."""
+        """Return the client's error message about the connection, or "" if the client printed no error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)  # the error message is complete only after the client's end
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
@@ -174,5 +174,6 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """Return the command line as a ProxyCommand. OpenSSH expands percent signs before a shell runs the ProxyCommand."""
+    """Return the command line as a ProxyCommand. Percent signs except in `_NEXT` are doubled, because OpenSSH expands
+    percent tokens."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

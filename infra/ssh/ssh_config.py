@@ -3,8 +3,8 @@
     Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
         HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
-The lookup happens at a run's first login to the machine. A ProxyCommand is an error, because the machine is unreachable
-without its proxy. All other settings of OpenSSH are ignored.
+The lookup happens at a run's first login to the machine. A configured ProxyCommand raises an error, because this
+program does not run it and the machine is unreachable without it. All other settings of OpenSSH are ignored.
 """
 
 import getpass
@@ -30,27 +30,26 @@ _FILES_OF_KEYS = ("userknownhostsfile", "globalknownhostsfile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredHost:
-    """The SSH settings of one machine."""
-
     host: str
     port: int
     user: str
     key_files: tuple[str, ...]
-    """Existing key files that the configuration names, in order. If empty, keys of the agent and of ~/.ssh are used."""
+    """Existing key files that the configuration names, in order. Without `key_files`, keys of the agent and of ~/.ssh
+    are used."""
     known_hosts: tuple[str, ...]
     host_key_alias: str
-    """The machine's name in known_hosts files. If empty, the machine's address is used."""
+    """The machine's name in known_hosts files. Without `host_key_alias`, the machine's address is used."""
     agent: str
-    """The SSH agent's socket, or "none". Empty if the configuration names no agent."""
+    """The SSH agent's socket, or "none", or "" if the configuration names no agent."""
     proxy_jump: str
-    """Jump hosts, separated by commas. Empty for a direct connection."""
+    """Jump hosts, separated by commas, or "" for a direct connection."""
 
 
 def read_ssh_config(name: str, config: str) -> ConfiguredHost:
     """Return the SSH settings for a name. A name without an entry is used as the host name.
 
     Args:
-        config: configuration file to read. If empty, ~/.ssh/config and the system's configuration are read.
+        config: configuration file to read. Without `config`, ~/.ssh/config and the system's configuration are read.
 
     Raises:
         PermanentInfraError: the OpenSSH client is not installed, the client rejects its configuration, or the
@@ -103,10 +102,10 @@ def _read_agent(named: str) -> str:
 
 
 def _expand(path: str, tokens: Mapping[str, str]) -> str:
-    """Expand the percent signs and ${variables} of a path, which `ssh -G` leaves unexpanded.
+    """Expand the percent tokens (%h, %d, ...) and ${variables} of a path, which `ssh -G` leaves unexpanded.
 
     Args:
-        tokens: values of the percent signs that depend on the machine. This function adds the values for this machine.
+        tokens: values of the tokens for the remote machine. This function adds the tokens for the local machine.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}

@@ -49,11 +49,12 @@ from rollouts.infra.ssh.host_keys import HostKeyEvidence
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
-"""Input up to this size fits into the channel's window. Sending it therefore never blocks until output is read."""
+"""Input up to this size fits into the channel's window. Sending the input therefore never waits until output is
+read."""
 
 
 class SSHSession:
-    """A session on a machine that is reached over SSH. Several threads may use it."""
+    """A session on a machine that is reached over SSH. Several threads may use one session."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """Why the host's key was accepted, such as an entry of known_hosts. Connects first if needed."""
+        """Why the host's key was accepted, such as an entry of known_hosts. Opens a connection if there is none."""
         return self.agents.connection("control").host_key_evidence
 
     def run(
@@ -173,7 +174,7 @@ class SSHSession:
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[JsonObject]]:
-        # No agent is used, because OpenSSH's client writes the command's output directly into the file.
+        # Run the program without an agent, because OpenSSH's client writes the program's output directly into the file.
         with self._program_beside(
             source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
         ) as process:
@@ -222,7 +223,7 @@ class SSHSession:
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        # A distant node gets the chunks over several connections, because the window of each one limits its speed.
+        # Send chunks to a distant node over several connections, because the window limits each connection's speed.
         purposes: Sequence[Purpose] = PIECES if self.agents.connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
             lambda number, request: self.agents.ask(purposes[number], request),
@@ -349,7 +350,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
-    """Yield the local port that is forwarded. A local connection that cannot be forwarded is closed.
+    """Yield a local port whose connections are forwarded to the node. A connection that cannot be forwarded is closed.
 
     Raises:
         PermanentInfraError: the node forwards no connections to this port.

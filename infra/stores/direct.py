@@ -2,8 +2,8 @@
 machine.
 
     here      presigned URLs ──> standard input of node_transfer.py on the node <── pieces in parallel ──> the store
-    fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
-    sent      uploads in parts are completed or aborted from here; the publication verifies the result
+    download  into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
+    upload    uploads in parts are completed or aborted from here; the publication verifies the objects
 
 The node gets no credentials. A presigned URL is valid for a single object and for an hour, and is a secret during this
 hour.
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPiece:
-    """A piece of a file, and the presigned URL for its upload."""
-
     offset: int
     length: int
     url: str
@@ -55,13 +53,13 @@ def presigned_get(store: ObjectStore, name: str) -> str:
 
 
 class _PresignedUpload:
-    """An object that another machine uploads. The object exists once `complete` has returned.
+    """The upload of one object by another machine. The object exists once `complete` has returned.
 
     Leaving the block before `complete` aborts the upload, because S3 charges for the parts of incomplete uploads.
     """
 
     def __init__(self, store: ObjectStore, name: str, size: int) -> None:
-        """Start the upload. A large object is uploaded in the same parts as by ObjectStore.upload."""
+        """Start the upload. A large object is split into the same parts as in ObjectStore.upload."""
         self._store = store
         self._name = name
         self._size = size
@@ -110,7 +108,7 @@ class _PresignedUpload:
 
 
 PROBE_S = 5.0
-"""The store counts as unreachable from the node if it does not answer the node within this many seconds."""
+"""Seconds within which the store must answer the node."""
 ANSWER_MARGIN_S = 60.0
 
 
@@ -122,11 +120,11 @@ def fetch_on_node(
 
     Args:
         keys: names of the objects in the store, by the files' names in the folder.
-        files: the same files on this machine, for comparison.
+        files: the same files on this machine, to verify the downloaded content.
 
     Raises:
-        StoreUnavailableError: the node cannot download the files. The node's incomplete folder was removed.
-        TransientInfraError: the downloaded content differs. The folder was removed.
+        StoreUnavailableError: the node cannot download the files. The incomplete folder on the node was removed.
+        TransientInfraError: the downloaded content differs from the files on this machine. The folder was removed.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
 
@@ -142,11 +140,11 @@ def fetch_on_node(
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
     """Let the node upload those files of a checkpoint that the store lacks. Returns the number of uploaded bytes.
 
-    The objects get the same names as in `publish_run`. The manifest marks a checkpoint as complete, so `publish_run`
-    uploads it later.
+    The objects get the same names as in `publish_run`. The manifest marks a checkpoint as complete, so a later
+    `publish_run` uploads it.
 
     Args:
-        checkpoint: folder of the same files on this machine.
+        checkpoint: folder of the checkpoint's copy on this machine.
         source: the files' directory on the node.
 
     Raises:

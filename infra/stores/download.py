@@ -7,7 +7,7 @@
 
 The next call continues an interrupted download. A file is verified by its sha256 in a manifest. A file without a sha256
 is verified by the store's MD5, if the store has an MD5 of the whole file. The file's size is always verified. A
-download fails if the object changed meanwhile.
+download fails if an object changed during the download.
 
 Not here: single objects (object_store.py), manifests (publication.py).
 """
@@ -50,20 +50,17 @@ _HASH_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedFile:
-    """A file to download."""
-
     name: str
     """The file's path below the folder."""
     key: str
-    """The object's name in the store."""
     size: int
     sha256: str = ""
-    """The file's digest in a manifest. Empty if no manifest lists the file."""
+    """The file's digest in a manifest, or "" if no manifest lists the file."""
     md5: str = ""
-    """The store's MD5 of the whole file, in hex. Empty if a manifest lists the file, or if the store has no MD5."""
+    """The store's MD5 of the whole file, in hex, or "" if a manifest lists the file, or if the store has no MD5."""
     identity: str = ""
-    """The store's identifier of the content. Empty if a manifest lists the file. The identifier need not be a digest.
-    The identifier is only compared with the store's identifier after the download.
+    """The store's identifier of the content, or "" if a manifest lists the file. The identifier need not be a digest,
+    because it is only compared with the store's identifier after the download.
     """
 
 
@@ -104,14 +101,14 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
         if key in listed:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
-        elif not listed or key == MANIFEST:  # files that are not listed do not belong to the folder
+        elif not listed or key == MANIFEST:  # files that the manifest does not list are skipped
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
 
 
 def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
-    """List all objects below a URL, and the object at the URL itself, which drivers omit if objects are below it."""
+    """List all objects below a URL, and the object at the URL itself, which drivers may omit."""
     objects = store.list()
     if objects and "" not in objects and (itself := store.find("")) is not None:
         return {"": itself, **objects}
@@ -119,10 +116,10 @@ def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
 
 
 def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
-    """Return the objects without the empty objects that mark a folder. Some tools create such markers.
+    """Return the objects without the empty objects that some tools create as markers of folders.
 
     Raises:
-        PermanentInfraError: a non-empty object and a folder have the same name, which a disk does not allow.
+        PermanentInfraError: a non-empty object has the name of a folder. A disk cannot store both.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
     for key in sorted(objects.keys() & folders.keys()):
@@ -135,23 +132,23 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
 
 
 def _folders_of(key: str) -> list[str]:
-    """Return the names of all folders that contain an object, beginning with "". Empty for the object at the URL
-    itself."""
+    """Return the names of all folders that contain an object, beginning with "", or an empty list for the object at the
+    URL itself."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:depth]) for depth in range(len(parts) + 1)] if key else []
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:
-    """Return a digest of the files to download. The digest changes when any of the files changes."""
+    """Return a digest that changes when any of the files changes."""
     parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
-    """Create `target` with the files: one file if the URL names an object, or else a folder.
+    """Create `target` from the downloaded files: one file if the URL names an object, or else a folder.
 
-    An existing target is kept. If several processes need the same files, one process downloads and the others wait.
-    Interrupted downloads of other content for this target are removed.
+    An existing target stays unchanged. If several processes need the same files, one process downloads the files and
+    the other processes wait. Interrupted downloads of other content for this target are removed.
 
     Raises:
         StoreUnavailableError: the connection broke, or an object changed meanwhile. The next call continues the
@@ -186,7 +183,7 @@ def is_being_fetched(folder: Path) -> bool:
             try:
                 fcntl.flock(
                     descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # the lock is shared, so that checks do not disturb each other
+                )  # a shared lock, so that concurrent checks do not disturb each other
             except BlockingIOError:
                 return True
             finally:
@@ -214,7 +211,7 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
-    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry, as an earlier download may have left a bad part
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # retry: an earlier download may have left a bad part
     compared = [each for each in list(damaged) or wanted if each.identity]
     there = store.list() if compared else {}  # one listing replaces a request per object
     for each in compared:
@@ -234,7 +231,7 @@ def _make_own(incoming: Path) -> None:
     The complete files of an earlier attempt are not verified again, so the folder must belong to this user.
 
     Raises:
-        PermanentInfraError: another user created the folder, which is possible in /tmp.
+        PermanentInfraError: another user created the folder. In /tmp, any user can create such a folder.
     """
     incoming.mkdir(exist_ok=True)
     status = incoming.lstat()
@@ -277,7 +274,7 @@ def _appending(part: Path, store: ObjectStore, piece: _Piece) -> BinaryIO:
 
 
 def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
-    """Return the missing pieces of a file. For a complete or empty file, return one empty piece at the file's end."""
+    """Return the missing pieces of a file. If no piece is missing, return one empty piece at the file's end."""
     there = part.stat().st_size if part.exists() else 0
     if there > file.size:
         part.unlink()
@@ -316,13 +313,13 @@ def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
     """Return whether the digest of the downloaded content is right. `before` is the digest of the previous attempt."""
     if file.sha256:
         return digest == file.sha256
-    # The store's value may look like an MD5 without being one (object_store.py). Content that two downloads agree on
+    # The store's value may look like an MD5 without being an MD5 (object_store.py). Content that two downloads agree on
     # counts as right.
     return file.md5 in ("", digest) or digest == before
 
 
 def _hash_durable(part: Path, file: WantedFile) -> str:
-    """Sync the downloaded content to disk, and return its digest of the kind that is known for the file."""
+    """Sync the downloaded content to disk. Returns the content's sha256 if `file` has a sha256, or else the MD5."""
     digest = hashlib.sha256() if file.sha256 else hashlib.md5(usedforsecurity=False)
     is_known = file.sha256 or file.md5
     with part.open("rb") as content:

@@ -1,17 +1,18 @@
 """Download files from an object store, or upload pieces of files, by presigned URLs.
 
 This program is the node's side of direct.py. The program runs on a node as `node_transfer.py VERB DIRECTORY`, without
-credentials. It is one file and uses only the standard library, because its text is sent to nodes. Each verb reads one
-JSON object from standard input and prints one. If a verb fails, the program prints `{"error": sentence}` and exits with
-code 1.
+credentials. The program is one file and uses only the standard library, because its text is sent to nodes. Each verb
+reads one JSON object from standard input and prints one JSON object. If a verb fails, the program prints `{"error":
+sentence}` and exits with code 1.
 
     fetch DIRECTORY    {"probe_s", "limit_s", "files": [{"path", "size", "url"}]}                 {"num_bytes"}
     send DIRECTORY     {"probe_s", "limit_s", "pieces": [{"path", "offset", "length", "url"}]}    {"etags"}, in order
 
 Several pieces are transferred in parallel, each with little memory. A broken transfer is retried; a retried download
-continues after the received bytes. The content is verified by receiver.py and by the store's own digests.
+continues after the received bytes. receiver.py verifies downloads, and the publication verifies uploads.
 
-A URL is a secret while it is valid. URLs are passed on standard input. Error messages omit everything after its "?".
+A URL is a secret while it is valid. The program therefore reads URLs from standard input, and omits everything after
+the "?" from error messages.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from typing import Any, BinaryIO, TypeVar
 
 NUM_STREAMS = 8
 PIECE_BYTES = 32 << 20
-"""Files are downloaded in pieces of this size."""
+"""Size in bytes of the pieces in which files are downloaded."""
 _ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
@@ -63,7 +64,7 @@ class Limit:
         self._reason = ""
 
     def check(self) -> None:
-        """Raise the reason to stop if the transfer must not continue."""
+        """Raise _TransferError with the reason if one stream has given up or the deadline is over."""
         if self._is_over.is_set():
             raise _TransferError(self._reason)
         if time.monotonic() > self._deadline:
@@ -81,7 +82,6 @@ class Limit:
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     answer: JsonObject = {}
     try:
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
             answer = {"etags": send_pieces(wanted, directory, limit)}
     except _TransferError as error:
         answer = {"error": str(error)}
-    except OSError as error:  # a local file failed; `retried` converts connection errors
+    except OSError as error:  # an error of a local file, as `retried` converts connection errors
         answer = {"error": f"{error.filename}: {error.strerror}"}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 1 if "error" in answer else 0
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
 def _check_reachable(url: str, probe_s: float) -> None:
     """Raise _TransferError unless the store answers within `probe_s` seconds, with any status.
 
-    The request runs in a thread, because name lookups and attempts at several addresses have no time limit.
+    The request runs in a thread, because name lookups and attempts at several addresses have no common time limit.
     """
     problems: list[str] = []
 
@@ -245,7 +245,8 @@ def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
 
 
 def code_of(error: urllib.error.HTTPError) -> str:
-    """Return the store's error code. The rest of the store's answer is not used, because it may repeat the URL."""
+    """Return the store's error code. The rest of the store's answer is dropped, because it may repeat the secret
+    URL."""
     said = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         said = error.read(_MAX_ANSWER_BYTES)

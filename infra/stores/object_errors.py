@@ -1,7 +1,7 @@
 """Convert errors of the object stores' drivers to InfraErrors with one sentence for the user.
 
-The drivers are optional packages, and they raise errors of several other libraries. The classes of these errors cannot
-be imported in this module, so errors are recognized by the names of their classes.
+The drivers are optional packages, and they raise errors of several other libraries. This module cannot import the
+classes of these errors, so it recognizes errors by the names of their classes.
 
 Not here: requests to stores (object_store.py).
 """
@@ -70,7 +70,7 @@ _PASSING = {
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
 _FULL = re.compile("quota|storage ?full", re.IGNORECASE)
-"""Pattern of the error codes of full stores. Each store has its own code and status."""
+"""Pattern of the error codes that full stores send. Each kind of store has its own code."""
 _RANGE_NOT_SATISFIABLE = 416
 _NO_ROOM = 507
 _MAX_SHOWN_CHARACTERS = 200
@@ -88,7 +88,6 @@ def sorted_failures(url: str) -> Iterator[None]:
 
 
 def sort_failure(error: Exception, url: str) -> InfraError:
-    """Convert a driver's error about a URL to an InfraError."""
     protocol, _, place = url.partition("://")
     variables = _CREDENTIALS.get(protocol, f"the credentials of {protocol}")
     names = {cls.__name__ for cls in type(error).__mro__}

@@ -34,8 +34,8 @@ from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
 from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
-"""Objects of at least twice this size are uploaded to S3 in parts. Several parts are held in memory and sent in
-parallel."""
+"""Objects of at least twice this size are uploaded to S3 in parts. Up to _PARTS_AT_ONCE parts are held in memory and
+sent in parallel."""
 _PARTS_AT_ONCE = 10
 _MAX_PARTS = 10_000
 """S3's largest number of parts of an object."""
@@ -44,14 +44,14 @@ MAX_OBJECTS = 10_000
 _MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
 """Seconds without progress of an upload until the store counts as unreachable, in addition to the time that
-MIN_BYTES_PER_S allows. The drivers, whose own retries take 80 s, would wait forever for a server that does not read."""
+MIN_BYTES_PER_S allows. Without this limit, the drivers, whose own retries take 80 s, would wait forever for a server
+that does not read."""
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install the driver of a protocol."""
 FOLDER = "file"
 _PROTOCOLS = (*EXTRAS, FOLDER)
-"""Supported protocols. Other drivers of fsspec, for example the drivers for web pages and for local files by other
-names, are refused."""
+"""Supported protocols. Other protocols of fsspec are refused, for example the protocols for web pages."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -59,7 +59,7 @@ _HASH_BYTES = 4 << 20
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is the URL of an object store, and not a path or a hub's name."""
+    """Return whether a text is the URL of an object store, and not a path or the name of a model on a hub."""
     return "://" in text
 
 
@@ -68,7 +68,7 @@ def check_url(url: str) -> str:
 
     Raises:
         ValueError: the text is not a URL of a supported kind, or has parts such as a password or a query. The error's
-            text omits the URL, because it may contain a password.
+            text omits the URL, because the URL may contain a password.
     """
     protocol, _, place = url.partition("://")
     if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in _PROTOCOLS:
@@ -86,21 +86,16 @@ def check_url(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """A store's description of one object."""
-
     size: int
-    """Size in bytes."""
     identity: str
-    """A value that changes with the content: an entity tag, a generation, or a time."""
+    """A value that changes when the content changes: an entity tag, a generation number, or a modification time."""
     md5: str
     """The content's MD5 in hex. After an upload in parts: the MD5 of the parts' MD5s, a dash, and the number of parts.
-    Empty if the store has no MD5."""
+    The text is empty if the store has no MD5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """Size and digests of a local file."""
-
     size: int
     sha256: str
     md5: str
@@ -119,7 +114,7 @@ class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has 
 
 
 class ObjectStore:
-    """A folder in an object store, or one object. Several threads may use it."""
+    """A folder in an object store, or one object. Several threads may share one object of this class."""
 
     def __init__(self, url: str) -> None:
         """Open the driver. The store is not contacted.
@@ -184,7 +179,7 @@ class ObjectStore:
         return content
 
     def read_small(self, name: str) -> bytes | None:
-        """Return the content of an object of at most _MAX_SMALL_BYTES. None if the object does not exist."""
+        """Return the content of an object of at most _MAX_SMALL_BYTES, or None if the object does not exist."""
         there = self.find(name)
         if there is None:
             return None
@@ -226,12 +221,14 @@ class ObjectStore:
             raise StoreUnavailableError(f"{self.url_of(name)} differs from {path}, which was sent: publish it again")
 
     def holds(self, name: str, there: StoredObject, digest: FileDigest) -> bool:
-        """Return whether an object has the content with this digest. Reads the object if the store's MD5 differs."""
+        """Return whether an object has the content with this digest. If the store's MD5 differs, downloads the object
+        to compare its sha256."""
         if there.size != digest.size:
             return False
         if there.md5 == digest.md5:
             return True
-        # An entity tag need not be an MD5. With encryption by KMS or customer keys, S3's tags only look like an MD5.
+        # An entity tag need not be an MD5. With encryption by KMS or customer keys, S3's entity tags only look like an
+        # MD5.
         sha256 = hashlib.sha256()
         for start in range(0, there.size, PART_BYTES):
             sha256.update(self.read(name, start, min(start + PART_BYTES, there.size)))
@@ -266,11 +263,12 @@ class ObjectStore:
 
     @cached_property
     def _signing_fs(self) -> Any:  # Any: fsspec has no types
-        """A separate driver for signing: the default driver signs URLs by an old method that most servers refuse."""
+        """A separate driver for signing URLs, because the default driver signs by an old method that most servers
+        refuse."""
         return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
 
     def _send(self, sending: Coroutine[Any, Any, None], num_bytes_at_once: int, progress: "_Progress") -> None:
-        """Wait for an upload as long as it makes progress.
+        """Wait for an upload as long as the upload makes progress.
 
         Raises:
             TimeoutError: the store accepts no data.
@@ -287,8 +285,7 @@ class ObjectStore:
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """Convert errors of writing. If the driver reports a missing object, the bucket is missing: not every driver
-        names the bucket."""
+        """Convert errors of writing. If the driver reports a missing object, the bucket is missing."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):
@@ -356,7 +353,7 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
 
 
 def _describe(info: Mapping[str, Any]) -> StoredObject:  # Any: differs between drivers
-    """Convert a driver's description of an object. Each driver uses other field names."""
+    """Convert a driver's description of an object. The field names differ between drivers."""
     known = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified")
     identity = next((f"{key} {info[key]}" for key in known if info.get(key)), "")
     md5 = str(info.get("ETag") or "").strip('"')

@@ -1,14 +1,14 @@
 """Publish a run's checkpoint and records in an object store, and the checkpoints of a running training.
 
-A reader always finds a complete, verified publication: the new one, or the previous one.
+A reader always finds a complete, verified publication: the new publication, or the previous publication.
 
     <url>/<run name>/
       publication.json            written last, atomically; lists the folders, and size and sha256 of their files
       checkpoints/<digest>/       the files of the run directory's checkpoint, its manifest.json last
       runs/<run id>-<digest>/     report.html, run.json, config.toml
 
-Folders are named by a digest of their content and never change. An interrupted publication therefore leaves the
-previous one intact, and the next attempt uploads only the missing files. Publishing never deletes anything.
+Folders are named by a digest of their content and never change. An interrupted upload therefore leaves the previous
+publication intact, and the next attempt uploads only the missing files. Publishing never deletes anything.
 
 Not here: single objects (object_store.py), downloads (download.py).
 """
@@ -47,10 +47,9 @@ CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
 _DIGEST_CHARS = 16
 _MAX_SIZE = (1 << 63) - 1
-"""Largest valid size of a file in bytes."""
 MAX_SHOWN_CHARACTERS = 200
 _NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions that are raised when something other than a manifest is parsed."""
+"""Exceptions that parsing raises if a file is not a manifest or publication."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
@@ -58,14 +57,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentFolder:
-    """A folder that was uploaded to the store."""
-
     folder: str
-    """The folder's name in the store."""
     files: Mapping[str, FileDigest]
-    """The folder's files, by their paths below the folder."""
     num_sent_bytes: int
-    """Number of uploaded bytes, without files that the store already had."""
+    """Number of uploaded bytes. Files that the store already had do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +69,15 @@ class Publication:
 
     run_id: str
     checkpoint: str
-    """Folder of the checkpoint in the store."""
     records: str
     """Folder of report.html, run.json and config.toml in the store."""
     files: Mapping[str, tuple[int, str]]
     """Size and sha256 of every file, by its name in the store."""
     published_at: float
-    """Time of the publication, in seconds since 1970."""
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Check that the store accepts writes: write and read a test object, and remove the object if the store permits
+    """Check that the store accepts writes. Writes and reads a test object, and removes the object if the store permits
     deletion.
 
     Raises:
@@ -109,7 +102,8 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
     """Publish a checkpoint and the records of its run in a store. Returns the number of uploaded bytes.
 
     Raises:
-        TransientInfraError: the connection broke, or a file changed meanwhile. The next call continues the upload.
+        TransientInfraError: the connection broke, or a file changed meanwhile. The next call uploads only the missing
+            files.
         PermanentInfraError: the store refuses the upload, or the checkpoint contains something other than plain files.
     """
     sent = _send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
@@ -131,7 +125,7 @@ def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> 
     """Upload files to a folder of the store and verify each file. Files that the store already has are skipped.
 
     Args:
-        folder: the folder's name. In this name, "{digest}" is replaced by the start of a digest of all files.
+        folder: the folder's name. "{digest}" in the name is replaced by the start of a digest of all files.
     """
     try:
         place, digests = digest_folder(store, folder, files)
@@ -204,7 +198,8 @@ def parse_publication(content: bytes, url: str) -> Publication:
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of the files in a checkpoint's manifest.json. Empty if the manifest lists no digests.
+    """Return size and sha256 of the files in a checkpoint's manifest.json, or an empty dict if the manifest lists no
+    digests.
 
     Raises:
         ObjectDamagedError: the manifest lists an invalid size or digest, or a file outside its folder.
@@ -262,9 +257,10 @@ _UPLOAD_INTERVAL_S = 30.0
 
 @contextmanager
 def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _UPLOAD_INTERVAL_S) -> Iterator[None]:
-    """Publish new checkpoints of the folder while the block runs. A failed upload is logged, and retried later.
+    """Upload the newest checkpoint of a folder to `url` at intervals while the block runs. A failed upload is logged,
+    and retried at the next interval.
 
-    At its end, the block waits until the newest checkpoint is published. After an exception, the block does not wait.
+    At the end of the block, the newest checkpoint is uploaded, unless the block raised an exception.
     """
     published = ""
 

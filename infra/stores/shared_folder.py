@@ -3,8 +3,8 @@
     a name ──> its path without links ──> beneath the folder? ──> opened part by part, following no link
 
 A link to the outside of the folder could expose everything that is readable for this user: keys, other runs, private
-data. Links to the outside are refused, except in the layout of a hub's cache, where snapshots link to blobs. If a file
-or folder is replaced by a link after the check, the link is not followed either.
+data. Links to the outside are refused, except in the layout of a hub's cache, where snapshots link to blobs. If another
+process replaces a file or folder by a link after the check, the link is not followed either.
 
 The class has the methods of fsspec's drivers that object_store.py calls.
 """
@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 from rollouts.infra.errors import PermanentInfraError, StoreUnavailableError
 
 READABLE, PRIVATE = 0o666, 0o600
-"""Permissions of a new file, before the process's umask is applied."""
+"""Permissions of a new file before the process's umask is applied."""
 _SNAPSHOT = re.compile(r"(?P<cached>/(?:.*/)?(?:models|datasets)--[^/]+)/snapshots/[^/]+(?:/.*)?")
 _PASSED = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-"""Flags to open a folder on the way to a file. Permission to list the folder is not needed."""
+"""Flags to open a folder on the way to a file. O_PATH needs no permission to list the folder."""
 _MAX_LINKS = 40
 _READ_BYTES = 4 << 20
 
@@ -42,7 +42,8 @@ class SharedFolder:
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
-        """Return the files below a folder by their paths, or the file itself. Empty if the path does not exist.
+        """Return the files below a folder by their paths, or the file itself, or an empty dict if the path does not
+        exist.
 
         Raises:
             PermanentInfraError: the folder contains something other than files, or a link that leaves the folder.
@@ -59,8 +60,8 @@ class SharedFolder:
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Return the permissions for a downloaded copy. Only users who can reach the original file from the root
-        directory can read the copy."""
+        """Return the permissions for a downloaded copy. Users who cannot reach the original file through the store's
+        folders get no access."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:
@@ -86,7 +87,6 @@ class SharedFolder:
         return b"".join(pieces)
 
     def pipe_file(self, key: str, content: bytes) -> None:
-        """Write or replace a file atomically."""
         with self._replacing(key, READABLE) as file:
             file.write(content)
 
@@ -131,8 +131,8 @@ class SharedFolder:
 
     @contextmanager
     def _replacing(self, key: str, mode: int) -> Iterator[BinaryIO]:
-        """Yield a new file that gets its name when the block succeeds. Readers see the whole old or the whole new
-        file."""
+        """Yield a new file that replaces the file at `key` when the block succeeds. Readers see either the complete old
+        file or the complete new file."""
         with self._located(key, is_created=True) as (folder, name):
             partial = f"{name}.{secrets.token_hex(8)}.partial"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -180,8 +180,8 @@ def real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> 
     """Return the absolute path after following all links. Parts that do not exist stay unchanged.
 
     Args:
-        within: the folder in which the links of all users are followed. Elsewhere, a link that leaves its own folder is
-            followed only if this user or root created it.
+        within: the folder in which the links of all users are followed. Elsewhere, a link to the outside of its own
+            folder is followed only if this user or root created the link.
 
     Raises:
         PermanentInfraError: another user's link leaves its folder.

@@ -6,7 +6,7 @@ import types
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Replace the parent packages by empty ones, because their modules may need more than the standard library.
+    # Replace the parent packages by empty packages, because the parents' modules may need other libraries.
     sys.modules["rollouts"] = types.ModuleType("rollouts")
     infra = sys.modules["rollouts.infra"] = types.ModuleType("rollouts.infra")
     infra.__path__ = [str(Path(__file__).parents[1])]

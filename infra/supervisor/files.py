@@ -15,7 +15,6 @@ JsonObject = dict[str, Any]
 
 INTERNAL_DIR = ".job"
 POLL_S = 0.1
-"""Polling interval of the supervisor's modules, in seconds."""
 READ_BYTES = 256 << 10
 
 
@@ -28,25 +27,25 @@ def exit_path(run_dir: str, attempt: int) -> Path:
 
 
 def latest_attempt(run_dir: str) -> int:
-    """Return the number of the latest attempt; 0 before the first attempt."""
+    """Return the number of the latest attempt, or 0 before the first attempt."""
     numbers = [int(path.stem.removeprefix("meta-")) for path in Path(run_dir, INTERNAL_DIR).glob("meta-*.json")]
     return max(numbers, default=0)
 
 
 def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
-    """Return stop.json (the program's process, needed time, saved step) of this attempt. Empty if the file is
-    missing."""
+    """Return stop.json (the program's process, needed time, saved step) of this attempt, or an empty dict if the file
+    is missing."""
     said = read_json(Path(run_dir, "stop.json")) or {}
     return said if said.get("attempt") == attempt else {}
 
 
 def granted_path(run_dir: str, attempt: int) -> Path:
-    """Return the path of the file that tells the program how many seconds it has for saving."""
+    """Return the path of the file with the seconds that the program has for saving."""
     return Path(run_dir, f"stop-{attempt}")
 
 
 def granted_s(run_dir: str, attempt: int) -> float:
-    """Return the seconds that the program of an attempt has for saving. 0 if the program was not asked to end."""
+    """Return the seconds that the program of an attempt has for saving, or 0 if the program was not asked to end."""
     try:
         return float(granted_path(run_dir, attempt).read_text())
     except (OSError, ValueError):
@@ -54,7 +53,7 @@ def granted_s(run_dir: str, attempt: int) -> float:
 
 
 def parse_object(text: bytes) -> JsonObject | None:
-    """Parse a JSON object. None if the text is anything else."""
+    """Parse a JSON object, or return None if the text is not a JSON object."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: the text has thousands of nested brackets
@@ -90,7 +89,7 @@ def file_size(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
-    """Return at most `max_bytes` bytes of a file from an offset on. Empty at the file's end, or if the file is
+    """Return at most `max_bytes` bytes of a file from an offset on, or b"" at the file's end, or if the file is
     missing."""
     try:
         with path.open("rb") as file:

@@ -23,9 +23,10 @@ from rollouts.infra.supervisor.processes import find_processes
 from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 
 GPU_LOCKS_VARIABLE = "ROLLOUTS_GPU_LOCKS"
-"""Environment variable with the folder of GPU locks, for example a folder that containers share."""
+"""Environment variable that names the folder of GPU locks, for example a folder that several containers share."""
 GPU_FILES_NEW_S = 3600.0
-"""Seconds between updates of the held lock files' times. Systems remove old files from /tmp, usually after ten days."""
+"""Seconds between updates of the modification times of held lock files. Systems remove old files from /tmp, usually
+after ten days."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
@@ -34,16 +35,16 @@ class GPUSlot:
     """A GPU for a single job, or a single group of jobs, at a time."""
 
     name: str
-    """The GPU's name, equal for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
+    """The GPU's UUID, or its number if nvidia-smi reports no UUID. All jobs of the machine use the same name."""
     label: str
     """The GPU's name for messages to users."""
 
 
 def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
-    """Return the GPUs that a spec names on this machine, in the order in which every job takes them.
+    """Return the GPUs that a spec names on this machine, sorted by name. Every job takes its GPUs in this order.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES for a program without assigned GPUs; None if the variable is not set.
+        visible: CUDA_VISIBLE_DEVICES for a program without assigned GPUs, or None if the variable is not set.
     """
     if not wanted:
         return []
@@ -61,13 +62,14 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
 
 
 def _is_meant(uuid: str, gpu: str) -> bool:
-    """Return whether `gpu`, a name in CUDA_VISIBLE_DEVICES, means the GPU with this UUID. A name may be a UUID's
-    start."""
+    """Return whether `gpu`, a name in CUDA_VISIBLE_DEVICES, means the GPU with this UUID. A name may be the start of a
+    UUID."""
     return gpu.startswith("GPU-") and uuid.startswith(gpu)
 
 
 def _list_gpu_uuids() -> list[str]:
-    """Return the UUIDs of the machine's GPUs, ordered by their numbers. Empty if nvidia-smi does not report them."""
+    """Return the UUIDs of the machine's GPUs, ordered by their numbers, or an empty list if nvidia-smi does not report
+    them."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -82,9 +84,9 @@ def _list_gpu_uuids() -> list[str]:
 class GPUSlots:
     """The GPUs of a job. The job holds a lock on each GPU until the job's last process has ended.
 
-    A lock is a file with flock. The supervisor locks the file, and the program and its children inherit the lock. If
-    the supervisor is killed while the program still uses the GPU, the GPU therefore stays locked. The kernel frees the
-    lock when the last process has ended. The file's JSON names the group, and describes the holder for messages.
+    A lock is a file with flock. The supervisor locks the file, and the program and its children inherit the lock. A GPU
+    therefore stays locked if the supervisor is killed while the program still uses the GPU. The kernel frees the lock
+    when the last process has ended. The file's JSON names the group, and describes the holder for messages.
 
         shared lock      held by each job of the group that the file names
         exclusive lock   taken for a moment, to check that no job holds the file
@@ -107,8 +109,8 @@ class GPUSlots:
         return tuple(self._held.values())
 
     def take(self) -> str:
-        """Take all free GPUs of the job. Returns a sentence about the first GPU that another job holds. Empty if this
-        job has all its GPUs.
+        """Take the job's free GPUs. Returns a sentence about the first GPU that another job holds, or "" if the job has
+        all its GPUs.
 
         Raises:
             OSError: the folder of locks or a lock file cannot be written.
@@ -132,8 +134,8 @@ class GPUSlots:
         return ""
 
     def keep_files(self) -> None:
-        """Update the lock files' times regularly, because cleaners of /tmp remove old files. If a lock file were
-        removed, another job would create and lock a new one.
+        """Update the times of the lock files once per hour, because systems remove old files from /tmp. If a lock file
+        were removed, another job could lock a new file.
         """
         if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
             return
@@ -143,7 +145,8 @@ class GPUSlots:
                 os.utime(descriptor)
 
     def release(self) -> None:
-        """Close the supervisor's own copies of the locks. Processes of the program keep their copies."""
+        """Close the supervisor's own descriptors of the locks. Processes of the program that are still alive keep the
+        locks."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
@@ -161,7 +164,7 @@ class GPUSlots:
             since = found["since"]
         else:
             left = [] if is_ours else [pid for job in found.get("jobs", []) for pid in find_processes(job)]
-            if left:  # the supervisor was killed, and these processes of its program did not inherit the lock
+            if left:  # processes that survived their supervisor without inheriting the lock
                 processes = ", ".join(str(pid) for pid in left)
                 return f"used by processes {processes}, which are left of {_describe_gpu_holder(found)}"
             others = []

@@ -28,8 +28,8 @@ def find_processes(
     """Return all live processes of the job except this process.
 
     Args:
-        supervisor: process id of the supervisor. The supervisor's descendants are included even if they changed their
-            environment. Needs /proc.
+        supervisor: process id of the supervisor. On systems with /proc, the supervisor's descendants are included even
+            if they changed their environment.
         group: the process group of the job, for systems without /proc.
         group_started: start time of the group's leader; empty if unknown.
     """
@@ -68,7 +68,8 @@ def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 def find_group(group: int | None, *, started: str = "") -> list[int]:
     """Return the live processes of a process group, from the output of `ps`.
 
-    Empty if the leader's start time differs from `started`, because another process then has the leader's number.
+    Empty if the leader's start time differs from `started`, because the leader's process id then belongs to another
+    process.
     """
     if group is None or (started and read_start(group) not in ("", started)):
         return []
@@ -80,7 +81,7 @@ def find_group(group: int | None, *, started: str = "") -> list[int]:
 
 
 def read_start(pid: int) -> str:
-    """Return the start time of a process in the system's own format. Empty if the process does not exist."""
+    """Return the start time of a process in the system's own format, or "" if the process does not exist."""
     if Path("/proc/self/stat").exists():
         try:
             return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
@@ -91,8 +92,8 @@ def read_start(pid: int) -> str:
 
 
 def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
-    """Return the live processes of an attempt whose supervisor has died, from the attempt's record. The caller checks
-    that the record is of the current boot."""
+    """Return the live processes of an attempt whose supervisor has died. The caller checks that `meta`, the content of
+    meta-<n>.json, was written since the last boot."""
     return find_processes(run_dir, group=meta.get("pid"), group_started=meta.get("pid_started", ""))
 
 
@@ -118,13 +119,13 @@ def end_orphans(run_dir: str, grace_s: float) -> None:
 
 
 def become_subreaper() -> None:
-    """On Linux, become the parent of orphaned descendants, so that they can be found and reaped."""
+    """On Linux, become the parent of orphaned descendants, to find and reap them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def read_boot_id() -> str:
-    """Return the id of the machine's current boot. Empty if the system does not report it."""
+    """Return the id of the machine's current boot, or "" if the system does not report it."""
     if sys.platform == "linux":
         return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
@@ -133,9 +134,10 @@ def read_boot_id() -> str:
 
 
 def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory. 0 if unknown.
+    """Return how many processes of this control group the kernel has killed for lack of memory, or 0 if unknown.
 
-    In a container, the group is often at the root of the mount, whatever path the membership file names.
+    In a container, the control group is often at the root of the mount, although the membership file names another
+    path.
     """
     for line in read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -60,7 +60,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",  # programs then behave equally in every locale
-        "SPT_NOENV": "1",  # else setproctitle, which engines use, overwrites the variable that marks our processes
+        "SPT_NOENV": "1",  # keeps setproctitle, which engines use, from overwriting JOB_VARIABLE
         **kept,
         **spec.env,
         JOB_VARIABLE: spec.run_dir,
@@ -71,7 +71,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
 def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Return the variables that contain paths, resolved against `folder`, for a process with another working directory.
 
-    An empty part of PATH or PYTHONPATH means the folder itself. Paths that begin with ~ or $ stay unchanged.
+    An empty part of PATH or PYTHONPATH means `folder` itself. Paths that begin with ~ or $ stay unchanged.
     """
 
     def absolute(path: str) -> str:
@@ -92,7 +92,7 @@ _LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job. After `max_bytes` bytes, only the end of further output is kept.
+    """The log file of a job. The log gets at most about `max_bytes` bytes; of further output, only the end is kept.
 
     On a full disk, output is lost, but the job does not fail.
     """
@@ -108,7 +108,7 @@ class CappedLog:
         self._is_at_line_start = True
 
     def write(self, chunk: bytes) -> None:
-        """Append output of the program. Output beyond the limit is kept only as the log's end."""
+        """Append output of the program. Beyond the limit, only the last bytes are kept, until the log is closed."""
         head, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(head)
         self._append(head)
@@ -170,7 +170,7 @@ class _ProgramOutput:
 
     def drain(self) -> None:
         """Copy the remaining output after the program's end, then close the pipe."""
-        for _ in range(1024):  # the limit is for a process that survived SIGKILL and may write forever
+        for _ in range(1024):  # limited, because a process that survived SIGKILL may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:
@@ -195,9 +195,9 @@ class StopRequests:
     Time is measured by the monotonic clock, which stops while a machine sleeps. After a laptop wakes up, its jobs
     therefore have as much time left as before.
 
-    Before a job is ended because its time is up, a note is written to a file, so that no client attaches to the job. A
-    client that wants to attach renews the lease first and then looks for the note. This class writes the note first and
-    then checks the lease again. A client that finds no note has therefore renewed the lease in time.
+    Before a job is ended at its time limit or without a lease, this class creates the file ending-<n>. A client that
+    wants to attach renews the lease first and then looks for this file. This class creates the file first and then
+    checks the lease again. A client that finds no such file has therefore renewed the lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -226,11 +226,11 @@ class StopRequests:
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """Grant the time that the program requests for saving, and tell the program. None if the program requests no
-        time.
+        """Grant the time that the program requests for saving, and write the granted seconds to stop-<n>. Returns None
+        if the program requests no time.
 
-        Later calls never grant more time. A later call may grant less time if another request to end the job has a
-        lower limit.
+        Later calls never grant more time. A later call grants less time if another request to end the job has a lower
+        limit.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -244,7 +244,7 @@ class StopRequests:
         return granted
 
     def find(self) -> str:
-        """Return why the job must end now: "cancelled", "timeout" or "lease_expired". Empty if the job may continue."""
+        """Return why the job must end now: "cancelled", "timeout" or "lease_expired", or "" if the job may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -266,7 +266,7 @@ class StopRequests:
         return time.monotonic() >= self._renewed + self._lease_s
 
     def _note_ending(self) -> None:
-        with contextlib.suppress(OSError):  # on a full disk, the job ends without the note
+        with contextlib.suppress(OSError):  # on a full disk, the job ends without this file
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
@@ -284,26 +284,21 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One start of the program."""
-
     process: subprocess.Popen[bytes]
     output_fd: int
-    """Reading end of the pipe with the program's output."""
     oom_kills_before: int
     """The kernel's count of out-of-memory kills before the start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How one start of the program ended."""
-
     code: int
     """The exit code. 128 + the signal's number if a signal ended the program."""
     signal: int | None
     oom: bool
     """Whether the kernel killed the program because the node or its container was out of memory."""
     stopped_by: str
-    """Reason for the end: "cancelled", "timeout" or "lease_expired". "" if the program ended by itself."""
+    """Reason for the end: "cancelled", "timeout" or "lease_expired", or "" if the program ended by itself."""
     leftover_processes: int
     """Number of the job's processes that were alive after the program's end and were killed."""
 
@@ -312,7 +307,7 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
     """Start the program in a new session. On Linux, the kernel kills the program when this process dies.
 
     Args:
-        gpu_locks: open files that the program inherits.
+        gpu_locks: descriptors of GPU locks, which the program inherits.
 
     Raises:
         OSError: the executable cannot be run.
@@ -326,8 +321,8 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
         if os.getppid() != supervisor_pid:  # the supervisor died before prctl was called
             os._exit(125)
 
-    # The program does not run in the run directory, whose files may come from another machine: Python imports from its
-    # working directory.
+    # Do not run the program in the run directory: Python imports from its working directory, and the files may come
+    # from another machine.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
@@ -356,7 +351,7 @@ def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
     """Copy the program's output to the log until all processes of the program have ended. End the processes if
-    `requests` has a reason.
+    `requests` finds a reason.
 
     Args:
         on_look: called several times per second.
@@ -397,7 +392,7 @@ def watch_program(
 
 
 class _EndSignals:
-    """Ends the processes of a program by SIGTERM, and by SIGKILL when their grace time is over.
+    """Sends SIGTERM to the processes of a program, and SIGKILL when their grace time is over.
 
     If the program has a grant for saving, only its main process gets SIGTERM and then ends the other processes.
     """
@@ -415,7 +410,7 @@ class _EndSignals:
         """Send the signal that is due now, if any.
 
         Args:
-            has_ended: whether the program has ended. `processes` then are its leftovers.
+            has_ended: whether the program has ended. `processes` are then the processes that survived the program.
             is_stopped: whether the end was requested.
         """
         now = time.monotonic()

@@ -17,18 +17,15 @@ class JobError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """The program to run, its run directory, and its limits."""
-
     run_dir: str
     """Absolute path of the run directory. The path identifies the job."""
     argv: tuple[str, ...]
     job: Mapping[str, Any]
-    """The content of job.json, without secrets."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """Variables that are added to a minimal inherited environment. Secrets are passed only in this field and are never
     written to disk."""
     timeout_s: float = 0.0
-    """Time limit of the whole attempt in seconds; 0 means no limit."""
+    """Time limit of an attempt in seconds, with restarts but without the wait for GPUs; 0 means no limit."""
     grace_s: float = 30.0
     """Seconds between SIGTERM and SIGKILL when a request, the time limit or the lease ends the job."""
     max_grace_s: float = 600.0
@@ -41,8 +38,8 @@ class JobSpec:
     restart_backoff_s: float = 1.0
     """Pause before the first restart in a row, in seconds. The pause doubles with each restart, up to 30 s."""
     restart_code: int = 0
-    """The exit code with which the program asks for a restart. Such a restart comes at once and does not count towards
-    `max_restarts`. 0: the program has no such code."""
+    """The exit code with which the program asks for a restart. The program is then restarted at once, and the restart
+    does not count towards `max_restarts`. 0: no exit code asks for a restart."""
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0 means no lease."""
     max_log_bytes: int = 256 << 20
@@ -53,7 +50,7 @@ class JobSpec:
     gpu_group: str = ""
     """Jobs of the same group share their GPUs. Empty: the job shares its GPUs with no other job."""
     run_name: str = ""
-    """Name of the run, for the texts shown to jobs that wait for the same GPUs."""
+    """Name of the run, for the log lines of other jobs that wait for this job's GPUs."""
 
 
 def parse_spec(text: bytes) -> JobSpec:

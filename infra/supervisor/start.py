@@ -1,4 +1,4 @@
-"""Start a job's next attempt or find the running one, and detach the supervisor from the client.
+"""Start a job's next attempt or find the running attempt, and detach the supervisor from the client.
 
 Not here: the supervisor's work (supervise.py).
 """
@@ -37,8 +37,8 @@ ENDING_WAIT_S = 60.0
 def start_job(spec: JobSpec) -> JsonObject:
     """Start the next attempt unless the job is finished or running, and renew the job's lease.
 
-    Concurrent calls start only one attempt. If an attempt is being ended, the call waits for this attempt's end and
-    then starts the next attempt.
+    Concurrent calls start only one attempt. If the end of an attempt was already requested, the call waits for this
+    attempt's end and then starts the next attempt.
     """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
         os.setsid()
         if os.fork() == 0:
             os.close(report_read)
-            os.close(start_lock)  # else the supervisor keeps the lock that the starting process must release
+            os.close(start_lock)  # close it, or else the supervisor would hold start.lock
             _run_detached(spec, attempt, report_write)
         os._exit(0)
     os.close(report_write)
@@ -109,8 +109,8 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
     exit_code = 1
     try:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            # At a shutdown, the supervisor must outlive the program to write the exit record. Use a function, because
-            # the program would inherit SIG_IGN.
+            # At a shutdown, the supervisor must outlive the program to write the exit record. Ignore these signals by a
+            # function, because the program would inherit SIG_IGN.
             signal.signal(number, lambda *_: None)
         with contextlib.suppress(FileNotFoundError):  # the working directory was removed
             os.environ.update(with_absolute_paths(os.environ, Path.cwd()))

@@ -37,8 +37,7 @@ def is_supervised(run_dir: str) -> bool:
 
 
 def read_status(run_dir: str) -> JsonObject:
-    """Return the job's current status. Changes nothing."""
-    is_alive = is_supervised(run_dir)  # checked first, because no file changes after the supervisor's end
+    is_alive = is_supervised(run_dir)  # check first, because no file changes after the supervisor's end
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
     exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
@@ -70,8 +69,7 @@ def read_status(run_dir: str) -> JsonObject:
 
 
 def _is_being_ended(run_dir: str, attempt: int) -> bool:
-    """Return whether the end of the attempt was requested, or the attempt has reached its time limit or lost its
-    lease."""
+    """Return whether the end of the attempt was requested, or whether its time limit or lease is over."""
     return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
 
@@ -100,7 +98,7 @@ _FOLLOWER_END_S = 3.0
 
 @contextlib.contextmanager
 def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
-    """Hold a lock by which other stores see a follower of this job.
+    """Hold a lock during the block, so that runs of other stores see that the job is followed.
 
     If the lock file cannot be created (full disk, or no job yet), the job is followed without the lock.
     """
@@ -117,7 +115,7 @@ def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
 
 
 def is_followed_elsewhere(run_dir: str, store: str) -> bool:
-    """Return whether runs of other stores follow the job. Waits briefly, in case these runs are just about to stop."""
+    """Return whether runs of other stores follow the job. Waits up to 3 s for these runs to stop following."""
     own = internal_path(run_dir, f"followed-{store}")
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
     # Wait, because two runs that are cancelled at once see each other's lock and would both leave the job running.
@@ -138,10 +136,11 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
         {"skipped": "metrics.jsonl", "offset": n}: a line that is not a JSON object      {"status": {...}}
 
-    Each offset is the position after the printed content. A client whose connection broke continues at this offset.
+    Each offset is the position in the file after the printed content. A client whose connection broke continues at the
+    last received offset.
     """
     while True:
-        is_running = is_supervised(run_dir)  # checked before reading, so that output before the job's end is not missed
+        is_running = is_supervised(run_dir)  # check before reading, so that the last output is not missed
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)
@@ -176,7 +175,7 @@ def _emit_records(kind: str, path: Path, offset: int) -> int:
     content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
     complete_bytes = content.rfind(b"\n") + 1
     if complete_bytes == 0 and len(content) == MAX_LINE_BYTES:
-        emit({"skipped": path.name, "offset": offset + len(content)})  # the line is longer than any valid record
+        emit({"skipped": path.name, "offset": offset + len(content)})  # no valid record has such a long line
         return offset + len(content)
     position = offset
     for line in content[:complete_bytes].split(b"\n")[:-1]:

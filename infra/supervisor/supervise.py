@@ -1,4 +1,4 @@
-"""Run an attempt to its end: wait for GPUs, run and restart the program, write the exit record.
+"""Run an attempt of a job to its end: wait for GPUs, run and restart the program, write the exit record.
 
 Not here: one start of the program (program.py), the fork of this process (start.py).
 """
@@ -33,8 +33,8 @@ from rollouts.infra.supervisor.spec import JobSpec
 
 GPU_POLL_S = 0.5
 _CANNOT_START_CODE = 127
-"""Exit code if the program could not be started after a wait for GPUs. Shells use the same code for missing
-commands."""
+"""Exit code of an attempt whose program could not be started after a wait for GPUs. Shells report a missing command
+with the same code."""
 MAX_BACKOFF_S = 30.0
 MAX_ASKED_RESTARTS = 64
 """Largest number of restarts of an attempt because of `JobSpec.restart_code`."""
@@ -42,7 +42,8 @@ _EXIT_RECORD_BYTES = 4096
 
 
 def _describe_program(program: Program) -> JsonObject:
-    """Return fields that identify the program's process even if its process id was used before in this boot."""
+    """Return the process id and start time of the program. The two fields identify the process even if the system
+    reuses the id."""
     return {"pid": program.process.pid, "pid_started": read_start(program.process.pid)}
 
 
@@ -108,8 +109,8 @@ def _wait_and_spawn(
 ) -> Program | Ending:
     """Start the program when the job's GPUs are free. If the job ends during the wait, return its ending.
 
-    The time limit does not apply while the job waits. The lease applies, so that a job whose client is gone does not
-    wait forever.
+    The time limit does not apply while the job waits. The lease applies during the wait, so that a job whose client is
+    gone does not wait forever.
     """
     began = time.monotonic()
     requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
@@ -144,7 +145,8 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
 def _run_with_restarts(
     program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
-    """Watch the program and restart it when needed. Returns the last start's ending and the number of restarts."""
+    """Watch the program and restart it when needed. Returns how the last start of the program ended, and the number of
+    restarts."""
     requests = StopRequests(spec, meta["attempt"])
     restarts = in_a_row = asked = 0
     while True:
@@ -171,7 +173,7 @@ def _run_with_restarts(
 
 
 def report(report_fd: int, answer: JsonObject) -> None:
-    """Tell the waiting `detach` that the program runs (an empty answer), or that an error occurred."""
+    """Send the supervisor's report to the waiting `detach`: an empty answer if the attempt has started, or an error."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
         pipe.write(json.dumps(answer))
 
@@ -181,7 +183,7 @@ def _write_meta(run_dir: str, meta: JsonObject) -> None:
 
 
 def _update_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write the attempt's record if possible. A full disk must not end a healthy program."""
+    """Write meta-<n>.json. A failure is only logged, because a full disk must not end a healthy program."""
     try:
         _write_meta(run_dir, meta)
     except OSError:
@@ -190,7 +192,8 @@ def _update_meta(run_dir: str, meta: JsonObject) -> None:
 
 
 def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
-    """Reserve the space of exit-<n>.json, so that it can be written even on a full disk. Returns the open file."""
+    """Reserve disk space for exit-<n>.json, so that the supervisor can write this file even on a full disk. Returns the
+    open descriptor."""
     path = internal_path(run_dir, f"exit-{attempt}.json")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     os.write(descriptor, b" " * _EXIT_RECORD_BYTES)
@@ -199,7 +202,7 @@ def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
 
 
 def _write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
-    """Write the record into the reserved file, and rename the file to exit-<n>.json."""
+    """Write the exit record into the reserved file, and move the file to the run directory."""
     text = json.dumps(record, indent=2).encode() + b"\n"
     assert len(text) <= _EXIT_RECORD_BYTES, f"{len(text)} bytes, {_EXIT_RECORD_BYTES} are reserved"
     os.pwrite(descriptor, text, 0)

@@ -39,7 +39,6 @@ from rollouts.infra.supervisor.status import (
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb. Returns the exit code."""
     verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
     if verb == "follow":
         with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
@@ -65,17 +64,14 @@ _CANCEL_MARGIN_S = 15.0
 
 
 class CancelRequest(NamedTuple):
-    """Parameters for ending a job."""
-
     grace_s: float
-    """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
     """Largest time in seconds that a program may request for saving. Only the main process of such a program gets
     SIGTERM."""
     wait_s: float
-    """Seconds to wait for the job's end."""
     attempt: int
-    """The attempt to end if it is still running; 0 means the current attempt."""
+    """The number of the attempt to end; 0 means the current attempt. An attempt that has already ended stays
+    unchanged."""
 
     @classmethod
     def parse(cls, parameters: Sequence[str]) -> CancelRequest:
@@ -84,13 +80,13 @@ class CancelRequest(NamedTuple):
 
 
 def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
-    """Request the end of a job and wait for it up to `wait_s` seconds. Returns the job's status.
+    """Request the end of a job and wait up to `wait_s` seconds for the end. Returns the job's status.
 
-    If the job is still running afterwards, `is_ending` is true in the status.
+    If the job is still running after this time, `is_ending` is true in the status.
 
     Args:
-        store: identity of the requesting ledger. A job that runs of other stores follow is not ended. If empty, the job
-            is ended in any case.
+        store: identity of the requesting ledger. A job that runs of other stores follow keeps running. Without `store`,
+            the job is always ended.
 
     Raises:
         JobError: the job survived SIGKILL.
@@ -121,7 +117,7 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
 
 
 def _status_of_ended(run_dir: str, attempt: int) -> JsonObject:
-    """Return the status of an attempt that has ended, although another start has already begun the next attempt."""
+    """Return the status of an ended attempt after another start has begun the next attempt."""
     ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
     return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
 

@@ -1,1 +1,2 @@
-"""Copy directories between machines. Copied files are verified and appear all at once. A broken copy is continued."""
+"""Copy directories between machines. Copied files are verified and appear all at once. The next copy continues a broken
+copy."""

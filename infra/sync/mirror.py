@@ -6,13 +6,12 @@
                               program that receives a large new file writes it directly, not through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
                               a new version of a checkpoint replaces the old version when all new files have arrived
-    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted in the mirror,
-    too.
+    checkpoints               only checkpoints with a manifest. Checkpoints that the job deleted are deleted here too.
                               A checkpoint of a later step than the job's newest is kept: another node wrote it, and
                               this may be the only copy
 
 Except for growing files, readers on this machine see only complete files. A file counts as unchanged if its size and
-modification time are equal.
+modification time are the same here and on the node.
 
 A node may be untrusted, so only file names that jobs write are accepted. A file like `json.py` could otherwise be
 imported when a stage resumes in the mirrored folder. The number and size of files are limited.
@@ -56,17 +55,17 @@ JOB_FILES = re.compile(
 """Names of the files in a run directory (docs/run_directory.md)."""
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 8 << 30
-"""Largest allowed size of a file outside of checkpoints, for example of logs, metrics and samples."""
+"""Largest allowed size in bytes of a file outside of checkpoints, for example of a log or a file of samples."""
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
-"""A mirror leaves this many bytes, or this share of the disk if that is less, free on this machine's disk."""
+"""A mirror leaves RESERVED_BYTES or RESERVED_SHARE of this machine's disk free, the smaller of the two."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_NUMBER = 1 << 63
-"""Upper bound of sizes and modification times in all file systems."""
+"""Upper bound of file sizes and modification times in all file systems."""
 
 _READ_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
+"""Size of the pieces in which chunks are hashed. A piece of this size fits into the CPU's cache."""
 
 # JSON objects have no better type than Any.
 JsonObject = dict[str, Any]
@@ -81,13 +80,15 @@ def is_job_file(name: str) -> bool:
 def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[str], bool] = is_job_file) -> int:
     """Fetch new files and new content of the run directory `source` on the node. Returns the number of fetched files.
 
-    Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
+    Only one process at a time mirrors into a directory. If the directory does not exist on the node, this function
+    changes nothing.
 
     Args:
-        takes: returns whether a file of this name is fetched. Files with other names are listed in a warning.
+        takes: returns whether a file of this name is fetched. A warning names the files that are not fetched.
 
     Raises:
-        TransientInfraError: the connection broke, or a file arrived damaged. The next call continues the transfer.
+        TransientInfraError: the connection broke, or a file arrived damaged. The next call fetches only the missing
+            parts.
         DiskFullError: this machine's disk has no room for the new files. Nothing was fetched, unless a file grew
             meanwhile.
         PermanentInfraError: a file's name or size is refused, or a file on this machine cannot be written.
@@ -103,8 +104,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
             damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
-            # Retry once: the first attempt may have reused damaged chunks of another file, and these chunks are gone
-            # now.
+            # Retry once: the first attempt may have reused damaged chunks of this machine's older files.
             damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
@@ -117,9 +117,11 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror at intervals while the block runs. A failed transfer is logged, and the next round retries it.
+    """Mirror the run directory `source` at intervals while the block runs. A failed transfer is logged, and the next
+    round retries the transfer.
 
-    At its end, the block waits for a running transfer. After an exception or an interrupt, the block does not wait.
+    At the end of the block, this function waits for a running transfer. After an exception, this function does not
+    wait.
     """
 
     def pull() -> None:
@@ -133,8 +135,8 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Return whether the node's newest complete checkpoint is missing, or of an earlier step than this machine's newest
-    checkpoint."""
+    """Return whether this machine has a complete checkpoint of a later step than all complete checkpoints on the
+    node."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
@@ -176,7 +178,7 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn once about the names of files that are not fetched. Each listing of the node contains them again."""
+    """Warn about files that are not fetched. The cache suppresses the warnings of later listings."""
     logger.warning(
         "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
         source,
@@ -190,20 +192,20 @@ def _checkpoint_of(name: str) -> str | None:
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """Return the step of the newest complete checkpoint among a run directory's files; -1 if there is none."""
+    """Return the step of the newest complete checkpoint among a run directory's files, or -1 if there is none."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
 
 def _step_of(checkpoint: str) -> int:
-    """Return the step of a checkpoint, given as checkpoints/<name>; -1 if the name has no step."""
+    """Return the step of a checkpoint, given as checkpoints/<name>, or -1 if the name has no step."""
     named = STEP.fullmatch(checkpoint)
     return int(named[1]) if named else -1
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """Sort the names. Manifests and result.json confirm that other files are complete, so both come after the
-    confirmed files."""
+    """Sort the names. Manifests and result.json come last, because their existence confirms that all other files are
+    complete."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 
 
@@ -230,10 +232,10 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # a user created it; the link may lead to the user's files
+        if path.is_symlink() or not path.is_dir():  # a user created this path; a link may lead to the user's files
             continue
         checkpoint = f"checkpoints/{path.name}"
-        # Jobs never delete their newest checkpoint. A later checkpoint is from another node, which may have lost it.
+        # Jobs never delete their newest checkpoint. A later checkpoint is from another node and may be the only copy.
         if checkpoint not in kept and _step_of(checkpoint) <= newest:
             # Delete the manifest first, so that the rest of the checkpoint never looks complete.
             (path / MANIFEST).unlink(missing_ok=True)
@@ -252,8 +254,8 @@ def _fetch(
 
     Args:
         names: for each file's name its size and modification time, as the node listed them.
-        held: temporary paths of complete new files that must not appear yet. They belong to checkpoints of which this
-            machine has an old version. The old version stays until all new files have arrived.
+        held: temporary paths of complete files that belong to a new version of a checkpoint. The old version of the
+            checkpoint stays until all new files have arrived.
     """
     if not names:
         return []
@@ -291,7 +293,8 @@ def _fetch(
 def _receive_listed(
     stream: "_ByteStream", target: Path, name: str, listed: Sequence[int], part: "_Part", *, may_appear: bool
 ) -> bool | None:
-    """Receive the next file of the stream. Returns True or False like `_receive`; None if the node has lost the file.
+    """Receive the next file of the stream. Returns True or False like `_receive`, or None if the node has lost the
+    file.
 
     Args:
         listed: the file's size and modification time in the node's list.
@@ -325,7 +328,7 @@ def _line(content: Mapping[str, object]) -> bytes:
 
 
 def _manifest_of(name: str) -> str:
-    """Return the manifest of the checkpoint to which a file belongs. Empty for files outside of checkpoints."""
+    """Return the manifest of the checkpoint to which a file belongs, or "" for files outside of checkpoints."""
     checkpoint = _checkpoint_of(name)
     return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
 
@@ -375,7 +378,8 @@ def _are_size_and_time(found: Any) -> bool:  # Any: JSON
 
 
 def _part_of(target: Path, name: str) -> Path:
-    """Return the path at which a file is received: a temporary path, or the final path of a growing file."""
+    """Return the path at which a file is received: the final path for a growing file, a temporary path for other
+    files."""
     if name in APPENDED:
         return target / name
     return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
@@ -389,14 +393,13 @@ class _Part:
     """The part of a file that is already on this machine while the file is fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Use the part of an earlier attempt. Without such a part, a large file begins as a copy of this machine's
-        older version."""
+        """Use the part of an earlier attempt. If an earlier attempt left no part, start a large file as a copy of this
+        machine's older version."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists() and not begins_as.exists()
-        """Whether this machine has no version of the file."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
@@ -405,10 +408,9 @@ class _Part:
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Let the receiving program write a new file directly, and check its chunks. The bytes need not pass through this
-    process.
+    """Let the receiving program write a new file directly, bypassing this process, and check the file's chunks.
 
-    Returns False if the file is incomplete or a digest differs. The received content is kept.
+    Returns False if the file is incomplete or a digest differs. The received content stays for the next attempt.
     """
     size = head["size"]
     request = {"chunk_bytes": CHUNK_BYTES, "digest": part.algorithm, **head}
@@ -469,12 +471,12 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Readers see the file while it grows, so cut off wrong content.
+        # Readers see a growing file during the transfer, so cut off wrong content.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
     tail = stream.read_object() or {}
-    # Content that was appended during the transfer is fetched next time.
+    # The next transfer fetches content that was appended during this transfer.
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
@@ -486,7 +488,7 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # If a chunk of a growing file differs, the code below cuts the file off at that chunk.
+    # If a chunk of a growing file differs, the code below truncates the file at the start of this chunk.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes
@@ -502,14 +504,14 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
 
 
 class _ByteStream:
-    """Reads lines of JSON, and given numbers of bytes, from a stream of pieces of any size."""
+    """Reads JSON lines and raw bytes from a stream that arrives in pieces of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._pending = b""
 
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
-        """Return the JSON object of the next line. None if the line is not a JSON object."""
+        """Return the JSON object of the next line, or None if the line is not a JSON object."""
         while b"\n" not in self._pending:
             if len(self._pending) > _MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sent a line that is too long")

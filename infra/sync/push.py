@@ -1,13 +1,13 @@
-"""Copy files to a node. The destination has its old content until all new files are complete and verified.
+"""Copy files to a node. The destination keeps its old content until all new files are complete and verified.
 
     source files ── chunk by chunk, hashed while read ──> .<name>.incoming-<copy>-<attempt>, hashed while written
                                                                ^
     on the node: the old destination, and interrupted copies ── files and chunks with the same digests are reused
                          all checked ──> old directory renamed, new one in its place, old one deleted
 
-The sending program reads a large new file directly, while this process hashes the file. A source file is read twice
-only if the node may have parts of the file. The digests of the file's chunks then show which parts to send. After a
-broken connection, the same call or another process continues the interrupted copy.
+The sending program reads a large new file directly, while this process hashes the file. If the node may have parts of a
+file, the file is read twice: the first time for the digests that show which parts to send. After a broken connection,
+the same call or another process continues the interrupted copy.
 
 Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
@@ -40,7 +40,7 @@ from rollouts.infra.supervisor.files import parse_object
 from rollouts.infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0
-"""Time limit of a call in seconds. Within one call, the node hashes the whole directory, at about 1 GB/s."""
+"""Time limit of a call in seconds. The longest call hashes the whole directory on the node, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
 """Files of up to this total size are sent with one call over the present connection. Files of a larger total size are
 sent over separate connections."""
@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """The result of copying files to a node."""
-
     num_files: int
     num_bytes: int
     num_sent_bytes: int
@@ -68,11 +66,12 @@ class PublishReport:
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node. All files are verified, and appear together.
 
-    Other files at the destination are removed. Empty directories are not copied. Only two properties of a file's mode
+    Files of the destination that `source` does not have are removed. Empty directories are not copied. Only two
+    properties of a file's mode
     are copied: whether the owner may execute it, and whether only the owner may read it.
 
     Raises:
-        DiskFullError: the node has no room. The received files were removed.
+        DiskFullError: the node has no room. The files received so far were removed.
         NodeUnreachableError: the connection broke repeatedly. The next call sends only the missing parts.
         TransientInfraError: a file changed while it was read or arrived damaged, or a job is running in the
             destination. The next call sends only the missing parts.
@@ -194,7 +193,8 @@ def _make_attempt(
     incoming: str,
     num_missing: list[float],
 ) -> bool:
-    """Copy files. Sets the last item of `num_missing` to the bytes to send. Returns True if nothing had to be sent."""
+    """Try once to copy the files. Sets the last item of `num_missing` to the bytes to send. Returns True if nothing had
+    to be sent."""
     sizes = {name: source.size for name, source in sources.items()}
     if sum(sizes.values()) > _MANY_BYTES:
         session.expect_chunks(sum(source.num_chunks for source in sources.values()))
@@ -247,7 +247,7 @@ def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[
     """Choose, for each file, the file on the node whose content is reused.
 
     A file with the same content is preferred, then a file of the same name with equal chunks. Each file of the node is
-    used at most once. Empty files are not reused but sent. The entries have the format of receiver.take_files.
+    used at most once. Empty files are always sent. The returned entries have the format of receiver.take_files.
     """
     sizes = {size for _, _, size, _, _ in usable}
     by_content: dict[tuple[int, tuple[str, ...]], list[Sequence[Any]]] = {}
@@ -367,15 +367,15 @@ def _send_chunks(
 
 
 def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the large files that the node lacks entirely. Empty if the sending program cannot read files directly."""
+    """Return the large files that the node lacks entirely, or an empty list if the sending program cannot read files
+    directly."""
     large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []
 
 
 def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
-    """Let the sending program read a file directly, while this process hashes the file. The bytes need not pass through
-    this process.
+    """Let the sending program read a file directly, while this process only hashes the file.
 
     Raises:
         NodeUnreachableError: the connection broke.

@@ -1,8 +1,8 @@
 """Receive copied files on a node: check the disk's room, verify the files, and make all files appear together.
 
-This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. It is one file and uses only the
-standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. If a
-verb fails, the program prints `{"error": sentence}` and exits with code 1.
+This program is the node's side of push.py. The program runs as `receiver.py VERB ...`. The program is one file and uses
+only the standard library (and blake3 if installed), because its text is sent to nodes. Each verb prints one JSON
+object. If a verb fails, the program prints `{"error": sentence}` and exits with code 1.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of the new files)
                                             describe the destination and all reusable files with digests of their
@@ -26,10 +26,10 @@ verb fails, the program prints `{"error": sentence}` and exits with code 1.
 
 The chunks of large files arrive in any order and are written to their files in INCOMING (node_agent.py). If INCOMING is
 not locked, its copy process was interrupted. The next copy to the same destination takes the correct parts of INCOMING
-and removes the rest. A copy to a neighbouring destination removes an unlocked INCOMING after a day.
+and removes the rest. A copy to another destination in the same folder removes an unlocked INCOMING after a day.
 
 The name of INCOMING is .<name of DESTINATION>.incoming-<copy>-<attempt>. An earlier attempt of the same copy counts as
-interrupted, even if the node has not noticed yet that the connection of this attempt is gone.
+interrupted, even if the node has not noticed yet that the attempt's connection is gone.
 """
 
 import contextlib
@@ -56,9 +56,10 @@ _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _PIECE_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is hashed after writing."""
+"""Size of the pieces in which files are written. A piece of this size is still in the CPU's cache when it is hashed
+after writing."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests for chunks that this Python supports. The fastest one is last."""
+"""Digest algorithms for chunks that this Python supports. The fastest algorithm is last."""
 with contextlib.suppress(ImportError):
     # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
@@ -78,7 +79,6 @@ class CopyError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, parameters = argv[1], argv[2:]
     # Any: JSON
     answer: dict[str, Any] = {}
@@ -120,8 +120,8 @@ def main(argv: list[str]) -> int:
 def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
     """Describe a destination and the leftovers of interrupted copies to it. Files that may be reused are hashed.
 
-    A file with several names (hard links) is listed once. If two names were reused, a change of one file would change
-    both files.
+    A file with several names (hard links) is listed once. If both names were reused, a change through one name would
+    also change the file of the other name.
     """
     algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
@@ -154,7 +154,7 @@ def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
 
 
 def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
-    """Return size and digest of every file below a directory. None if the directory is missing or contains something
+    """Return size and digest of every file below a directory, or None if the directory is missing or contains something
     other than files."""
     if not directory.exists():
         return None
@@ -219,7 +219,7 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with _locked_directory(destination.parent):  # keeps other copies from removing the directory before the flock
-        # The directory is private, because private files arrive in it. It exists already if the answer to an earlier
+        # The directory is private, because private files arrive in it. The directory exists if the answer to an earlier
         # call was lost.
         incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
@@ -230,7 +230,8 @@ def _prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Reuse files of other directories in `incoming`, if their size and time are still as described.
+    """Put reusable content of other directories into `incoming`. If a file's size or time has changed, its chunks are
+    checked by digest.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
     the missing chunks can be written into it. The correct chunks of all other files are copied, because other programs
@@ -324,7 +325,7 @@ def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorith
 
 
 def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
-    """Return the content of a chunk. Empty if the content's digest differs from `known`."""
+    """Return the content of a chunk, or b"" if the content's digest differs from `known`."""
     file.seek(number * chunk_bytes)
     content = file.read(chunk_bytes)
     return content if DIGESTS[algorithm](content).hexdigest() == known else b""
@@ -431,7 +432,7 @@ def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> i
     """Write available input at an offset of an open file. Returns the number of written bytes.
 
     After a broken connection, data may still arrive when another copy has already taken over the file. The other copy
-    holds the file's lock exclusively during the takeover. The data is written only if `path` still is this file.
+    holds the file's lock exclusively during the takeover. The data is written only if `path` still names this file.
     """
     select.select([0], [], [])  # wait for input before taking the lock
     fcntl.flock(file, fcntl.LOCK_SH)
@@ -494,7 +495,7 @@ def _commit_directory(
 def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
     """Keep jobs from running or starting in the directory during the block. supervisor/ describes the locks."""
     with contextlib.ExitStack() as stack:
-        # Take the second lock shared, like processes that only check whether the job is running.
+        # Take `lock` shared, because processes that only check whether the job is running hold it shared too.
         for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):
             try:
                 descriptor = os.open(destination / ".job" / name, os.O_RDONLY)
@@ -510,7 +511,7 @@ def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
 
 
 def _usual_mode() -> int:
-    mask = os.umask(0o077)  # the mask can be read only by setting it; this program has only one thread
+    mask = os.umask(0o077)  # reading the mask requires setting it
     os.umask(mask)
     return 0o777 & ~mask
 
@@ -568,7 +569,8 @@ def _is_incoming_of(destination: Path, path: Path) -> bool:
 
 
 def _remove_abandoned(destination: Path, incoming: Path) -> None:
-    """Remove interrupted copies to this destination, and old interrupted copies to neighbouring destinations."""
+    """Remove interrupted copies to this destination, and old interrupted copies to other destinations in the same
+    folder."""
     with _locked_directory(destination.parent):
         for path in destination.parent.iterdir():
             if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:

@@ -1,7 +1,7 @@
 """List the files of a run directory on a node, and send the requested parts of them.
 
-This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. It is one file and uses
-only the standard library (and blake3 if installed), because its text is sent to nodes.
+This program is the node's side of mirror.py. The program runs as `sender.py VERB DIRECTORY`. The program is one file
+and uses only the standard library (and blake3 if installed), because its text is sent to nodes.
 
     list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
                         "left_out": [name]}; "files" is null if the directory does not exist
@@ -18,9 +18,9 @@ only the standard library (and blake3 if installed), because its text is sent to
                         For a file that has changed, prints only the lines {"is_ready"} and {"is_changed"}. Stops when
                         stdin ends
 
-Files that are useless on another machine are not sent: names that begin with a dot (locks, incomplete files) or with
-`damaged`, and `weights/`. Symbolic links are not followed. Files with unprintable names and unreadable folders are
-listed in "left_out".
+Files that are useless on another machine are not sent: files and folders whose names begin with a dot (locks,
+incomplete files) or with `damaged`, and `weights/`. Symbolic links are not followed. "left_out" lists files with
+unprintable names, and unreadable folders.
 """
 
 import contextlib
@@ -38,22 +38,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _READ_BYTES = 256 << 10
-"""Size of pieces. A piece of this size is still in the processor's cache when it is written after hashing."""
+"""Size of the pieces in which files are read. A piece of this size is still in the CPU's cache when it is written after
+hashing."""
 _HANDED_ON_BYTES = 64 << 10
-"""Smaller pieces are written by this process, because that needs fewer system calls than sendfile."""
+"""Pieces below this size are written by this process instead of sendfile, because `write` needs fewer system calls."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags to open a file. With O_NONBLOCK, a FIFO that has replaced a listed file does not block."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""Digests for chunks that this Python supports. The fastest one is last."""
+"""Digest algorithms for chunks that this Python supports. The fastest algorithm is last."""
 with contextlib.suppress(ImportError):
     # Our environments have blake3, which is ten times as fast as sha256 on processors without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; see the module's docstring."""
     verb, directory = argv[1], Path(argv[2])
     if verb == "list":
         left_out: list[str] = []
@@ -78,8 +78,8 @@ def main(argv: list[str]) -> int:
 
 
 def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
-    """Return size and modification time of every file to send, by relative path. Adds the names of other files to
-    `left_out`."""
+    """Return size and modification time of every file to send, by relative path. Adds unreadable folders and files with
+    unprintable names to `left_out`."""
     files = {}
     for path, found in _walk(directory, left_out, is_top=True):
         name = path.relative_to(directory).as_posix()
@@ -93,7 +93,7 @@ def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
 def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iterator[tuple[Path, list[int]]]:
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except FileNotFoundError:  # the job has deleted a checkpoint meanwhile
+    except FileNotFoundError:  # the job has deleted the folder meanwhile
         return
     except PermissionError:
         left_out.append(ascii(directory.name))
@@ -113,7 +113,7 @@ def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iter
 
 
 class Sender:
-    """Sends files of a directory to a client that may already have parts of them."""
+    """Sends files of a directory to a client that may already have parts of these files."""
 
     def __init__(self, directory: Path, chunk_bytes: int, algorithm: str, output: BinaryIO) -> None:
         self._directory = directory
@@ -122,7 +122,8 @@ class Sender:
         self._output = output
 
     def send_file(self, name: str, size_there: int, digests: list[str]) -> None:
-        """Send one file's lines and the bytes that the client lacks. Content that is appended meanwhile is not sent."""
+        """Send one file's lines and the bytes that the client lacks. Content that is appended to the file meanwhile is
+        not sent."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -142,8 +143,8 @@ class Sender:
         self._output.flush()
 
     def pour_file(self, name: str, size: int, modified_ns: int) -> None:
-        """Write the bytes of a file if the file is still as listed. Prints the digests of the file's chunks on
-        stderr."""
+        """Write the bytes of a file if the file still has the listed size and time. Prints the digests of the file's
+        chunks on stderr."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -190,8 +191,8 @@ class Sender:
             start += len(piece)
 
     def _hand_on(self, file: FileIO, start: int, num_bytes: int) -> int:
-        """Let the system copy bytes from its page cache to the output. Returns the number of copied bytes; 0 if
-        the system cannot do this."""
+        """Copy bytes from the page cache to the output with sendfile. Returns the number of copied bytes, or 0 if the
+        output does not support sendfile."""
         self._output.flush()
         num_written = 0
         with contextlib.suppress(OSError):
@@ -212,14 +213,15 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _widen_stdout() -> None:
-    """Enlarge the pipe's buffer if the system can. With a small buffer, both processes often wait (node_agent.py)."""
+    """Enlarge the buffer of the stdout pipe, because both ends often wait with a small buffer (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(1, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _has_stdin_ended() -> bool:
-    """Return whether the client is gone. The process that receives the output may still be running then."""
+    """Return whether the client has closed stdin, because it ended. The process that receives the output may outlive
+    the client."""
     return bool(select.select([0], [], [], 0)[0])
 
 
@@ -229,8 +231,8 @@ def _say(**content: object) -> None:
 
 
 def _read(file: FileIO, num_bytes: int) -> Iterator[bytes]:
-    """Yield the next bytes of a file. After a truncation, yield zeros: the stream stays valid, and the digest
-    differs."""
+    """Yield the next bytes of a file. If the file was truncated, yield zeros for the missing bytes, so that the stream
+    stays valid and the digest differs."""
     while num_bytes > 0:
         chunk = file.read(min(_READ_BYTES, num_bytes)) or bytes(min(_READ_BYTES, num_bytes))
         num_bytes -= len(chunk)
