@@ -22,7 +22,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def is_assignment(text: str) -> bool:
-    """True if an argument begins with a name and an equals sign. A path with such a name must begin with `./`."""
+    """True if an argument begins with a name and an equals sign. A path such as a=b.toml must be written ./a=b.toml."""
     return ASSIGNMENT.match(text) is not None
 
 
@@ -57,7 +57,7 @@ def assign(
         raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
     node = settings.get("node")
     if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
-        settings["node"] = {}  # settings of the former kind do not fit the new kind
+        settings["node"] = {}  # settings of the former kind of node do not fit the new kind
     *sections, last = key.split(".")
     section = settings
     for name in sections:

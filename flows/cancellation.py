@@ -11,7 +11,7 @@ Each run's process also polls its own state, for two reasons. A run of `rollouts
 must have the effect of Ctrl-C. A serving process stops polling permanently after the server refused it for some
 seconds, so its runs must end themselves.
 
-A user or a program may also set another state while the run's process is alive. The process learns it by polling:
+A user or a program may also set another state while the run's process is alive. The process reads the state by polling:
 
     Cancelled, Failed, Completed  ──> the process releases its resources and ends; the state stays
     Crashed                       ──> the process ends, and its jobs go on
@@ -124,7 +124,7 @@ def was_ended_by_state() -> bool:
 
 
 def is_of_deleted_run(error: Exception) -> bool:
-    """Whether the error means that the run was deleted in Prefect. A 404 of a proxy has another message."""
+    """Whether the error means that the run was deleted in Prefect. A proxy's 404 error does not mention a flow run."""
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
 
 
@@ -154,7 +154,7 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
     def look() -> None:
         nonlocal asked_at, is_told
         if is_told:
-            return  # a second signal would interrupt the cleanup after the first one
+            return  # a second signal would interrupt the cleanup that the first signal started
         wish = read_wish(run_id)
         if wish is Wish.GO_ON:
             asked_at = None
@@ -306,7 +306,7 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
 
 
 def main() -> None:
-    """Release the jobs and machines of the run on the command line. Meanwhile the run counts as alive."""
+    """Release the jobs and machines of the run in the command line's JSON (`HeldByRun`). The run counts as alive."""
     held = HeldByRun.model_validate_json(sys.argv[1])
     with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
         sys.stdout.write(release_leases(held))

@@ -1,4 +1,4 @@
-"""The `rollouts` command: its subcommands, and the functions of those that run or check a pipeline.
+"""The `rollouts` command: a list of its subcommands, and the functions of subcommands that run or check a pipeline.
 
 Not here: the stages of a pipeline (pipeline.py), the Prefect server (own_server/), reading a configuration (form.py).
 

@@ -29,7 +29,7 @@ def run_status() -> None:
     from rollouts_core.system.utf8 import ensure_utf8
 
     ensure_utf8()
-    logging.raiseExceptions = False  # as in cli.py, for all other commands
+    logging.raiseExceptions = False  # as `main` in cli.py does for the other commands
     app = create_app()
     app.command()(explained(status))
     app()

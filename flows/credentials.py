@@ -72,7 +72,7 @@ class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields()))
 
 
 FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items() if field.annotation is SecretStr}
-"""The block's field by the name of its environment variable."""
+"""The fields of the block, by the names of their environment variables."""
 
 
 def take_credentials(name: str) -> None:

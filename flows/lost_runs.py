@@ -166,7 +166,7 @@ class LostRuns:
         return [run for run in runs if not await has_deployment(client, run)]
 
     async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
-        """Runs whose process saved a final state that Prefect does not know, with this state.
+        """Runs whose process saved a final state that Prefect does not know, each with the saved state.
 
         Saved states that Prefect knows are deleted.
         """
@@ -270,12 +270,12 @@ async def _give_back(_: PrefectClient, run: FlowRun) -> None:
 
 
 def mark_of_gone(run: FlowRun) -> State:
-    """The state Crashed for a run whose process is gone. Its message tells how to continue the run."""
+    """The state Crashed for a run whose process is gone. The state's message tells how to continue the run."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
-    """Schedule a run again that its serving process did not start. This does not count as a restart."""
+    """Schedule a run again that its serving process did not start. The new start does not count as a restart."""
     if not await has_deployment(client, run):
         await _give_up_retry(client, run)
         return

@@ -6,7 +6,7 @@ Not here: the work of a stage (tasks), requests for runs (form.py, cli.py).
           -> release
 
 Inputs from object stores are downloaded before provision, and results are published after release. A remote machine
-uploads its own files (send) before it is released.
+uploads the final checkpoint itself (send) before the run releases the machine.
 
 When a run finishes, fails, or is interrupted or cancelled, its jobs end and its node is released (cancellation.py). A
 failed run keeps its rented node for `keep_on_failure_minutes`. When a run's process is killed or ended by SIGTERM, its
@@ -110,7 +110,7 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
         local = prepare(config, node, run, scope)
         data = (
             digest_sources(watched_sources(config, ())) if run.register_as else {}
-        )  # digests from before the training
+        )  # taken now, because the data may change during the training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
@@ -145,15 +145,15 @@ def prepare(
 
 
 def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a stage on the machine, with inference engines if it samples. A stage that an earlier run finished is
-    reused."""
+    """Run a stage on the machine, with inference engines if the stage needs completions. A stage that an earlier run
+    finished is reused."""
     if stage.samples and not is_finished(stage):
         return run_with_engines(machine, scope, stage)
     return run_task(stage, scope, machine)
 
 
 def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a training with its engines. If it fails because an engine's lease expired, restart engines and training."""
+    """Run a training with its engines. If the training fails because an engine's lease expired, restart all of them."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:

@@ -132,7 +132,7 @@ def request_named(
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        root_settings_context() as context,  # read the environment again, not as at the import
+        root_settings_context() as context,  # reads the environment again, which may have changed since the import
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
     ):
         api = context.settings.api
@@ -146,7 +146,7 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """The error's message. For an untrusted certificate, it names the setting to change."""
+    """The error's message. For an untrusted certificate, the message names the setting to change."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to the certificate of the "

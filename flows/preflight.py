@@ -80,7 +80,8 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Size of the test write to the store. It is larger than the steps in which Prefect's database file grows."""
+"""Size of the test write to the store. Prefect's database file grows in smaller steps, so it has room if the test
+succeeds."""
 
 
 def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
@@ -172,8 +173,8 @@ def _choose_on_node(
 
 
 def _place_on(gpus: Sequence[GpuState], config: Config, findings: list[str]) -> Config:
-    """Plan the placement on these GPUs, and return the configuration with it. Adds the plan, or the reason why no plan
-    fits, to the findings."""
+    """Plan which of these GPUs train and which serve engines. Returns the configuration with this plan, and adds the
+    plan, or the reason why no plan fits, to the findings."""
     try:
         plan = plan_on_gpus(gpus, config, find_model_size(config.model)) if gpus else None
     except ConfigError as error:
@@ -405,7 +406,7 @@ def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weigh
 
 
 def check_own_gpus(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if the stages run on this machine and it has fewer GPUs than the settings need."""
+    """Raise ConfigError if the stages run on this machine, but the machine has fewer GPUs than the settings need."""
     ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
     needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
     if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
@@ -423,10 +424,10 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 
 
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if the stages run on this machine and it has less free disk space than they need.
+    """Raise ConfigError if the stages run on this machine, but need more disk space than the machine has free.
 
-    If the store has checkpoints already, no space for further checkpoints is required, because this run may resume from
-    them. Bootstrap checks the space for the other inputs.
+    If the store already has checkpoints, no space for further checkpoints is required, because this run may resume from
+    these checkpoints. Bootstrap checks the space for the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
@@ -439,7 +440,7 @@ def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains
 
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if the node has further machines for training, and the settings do not support this."""
+    """Raise ConfigError if the node has further machines for training, but a training supports only one process."""
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
@@ -452,7 +453,7 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if engines have their own nodes, and the settings do not support this."""
+    """Raise ConfigError if engines have their own nodes, but other settings do not allow engines there."""
     if not settings_of_engines(node):
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
@@ -618,7 +619,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_files(data: DataConfig, mistakes: Mistakes) -> None:
-    """Collect data files that do not exist as mistakes. Names of hub datasets are checked when they are loaded."""
+    """Add a mistake for each missing data file. Names of hub datasets are checked when the datasets are loaded."""
     given = {
         f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
     }

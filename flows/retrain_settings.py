@@ -49,7 +49,7 @@ class RetrainConfig(Record):
     """After this many failed retrainings in a row on the same data, do not train again until the data change."""
 
     def beside(self, folder: Path) -> Self:
-        """These settings with absolute paths: `sources` are relative to the file's folder."""
+        """These settings with absolute paths. Relative paths in `sources` start in `folder`."""
         absolute = (each if is_url(each) else str((folder / each).resolve()) for each in self.sources)
         return self.model_copy(update={"sources": tuple(absolute)})
 

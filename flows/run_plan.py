@@ -77,7 +77,7 @@ def _describe_gpus(config: Config, gpus: Sequence[GpuState]) -> Iterator[str]:
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
     """The stages up to the first unfinished stage.
 
-    Empty if the store has no earlier stage to reuse. This avoids computing digests of large data, which takes long.
+    Empty if the store has no earlier training to reuse, because planning computes digests of data, which may take long.
     """
     place = store.resolve()
     first = next(iter(config.trainings))

@@ -69,7 +69,7 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    # Must be set before the first import of Prefect, which reads the environment only once.
+    # Set both variables before the first import of Prefect, which reads the environment only once.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
     os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):

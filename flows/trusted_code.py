@@ -168,7 +168,7 @@ def is_made_in(store: Path, given: str) -> bool:
     folder = next((each for each in (*(kind / given for kind in own), Path(given)) if each.is_dir()), None)
     return folder is None or any(
         folder.resolve().is_relative_to(kind) for kind in own
-    )  # None: the name of a registered model
+    )  # without a folder, `given` names a registered model
 
 
 def listed() -> list[str]:

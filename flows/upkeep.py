@@ -1,4 +1,4 @@
-"""Call the handling of lost runs and expired machines of a store at regular intervals.
+"""Handle the lost runs and the expired machines of a store at regular intervals.
 
 Not here: the handling of lost runs (lost_runs.py) and of expired machines (expired_machines.py). The serving process
 calls this module. With a shared Prefect server, `rollouts watch` calls it, on the machine with the workers and the

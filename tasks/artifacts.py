@@ -49,7 +49,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # The number of damaged-<n> folders may be in use as n, because a user may have deleted a lower number.
+        # The count of damaged-<n> folders is not always a free n: a user may have deleted one of these folders.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
@@ -83,13 +83,13 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # a forged name such as ../x would make `set_damage_aside` move any file
+    if others:  # a forged name such as ../x would make `set_damage_aside` move files of other folders
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:
-    """Describe the damage if a checkpoint is damaged or does not have this digest, else "". None fits any digest."""
+    """Describe a checkpoint's damage or wrong digest; "" if the checkpoint is intact. None is not compared."""
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:

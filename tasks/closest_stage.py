@@ -54,7 +54,7 @@ def describe_difference(stage: Stage) -> str:
 
 
 def find_shorter(stage: Stage) -> str:
-    """The directory name of the newest finished training that this stage only prolongs, or "".
+    """The directory name of the newest finished training that this stage would repeat with more steps, or "".
 
     The finished training has fewer steps. Other settings may differ only if a resumed training may change them.
     """

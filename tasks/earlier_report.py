@@ -43,7 +43,7 @@ def render_again(store: Path, run: str) -> Path:
 
     Raises:
         InputError: the run has no readable run.json, or files that the report needs were deleted. The existing report
-            is then kept, because it may still show these files.
+            is then kept, because it may still show the content of these files.
     """
     report = load_report_input(store, run)
     if missing := find_missing(report):
@@ -109,7 +109,7 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
 
 
 def _as_record(stage: Mapping[str, Any], store: Path, selected: Mapping[str, str]) -> StageRecord:  # Any: JSON
-    """The record of a stage in run.json, with the stage's result.
+    """A stage's record, made of its entry in run.json and its result.json.
 
     The record's directory points into `store`, because the store may have been moved after the run.
     """

@@ -46,7 +46,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
 
     Args:
         wanted_port: the engine's port; 0 chooses a free port.
-        node: the training node. The engine may run on one of its further nodes.
+        node: the training node. The engine may run on one of the further nodes that `node` names.
     """
     own = node_of_engine(rl, node, index)
     with (
@@ -150,7 +150,7 @@ def start_engine(
 class KeptEngine:
     """Starts an engine again on the same port after its lease lapsed or its supervisor was killed.
 
-    The RL job waits up to `start_timeout_s` seconds for an engine that does not answer.
+    Meanwhile the RL job waits: up to `start_timeout_s` seconds for an engine that does not answer.
     """
 
     def __init__(self, engine: EngineRecord, start: Callable[[Session], object], say: Callable[[str], None]) -> None:
@@ -162,7 +162,7 @@ class KeptEngine:
         self._said_of_attempt = 0
 
     def look_after(self, session: Session, status: JobStatus) -> None:
-        """If the engine has ended, report the reason, and start it again unless it ended by its own fault."""
+        """If the engine has ended, report why. Start it again if its lease lapsed or its supervisor was killed."""
         if status.state is JobState.RUNNING:
             return
         is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt
@@ -179,7 +179,7 @@ class KeptEngine:
                 self._say(f"{self._engine.url} could not be started: {error}")
 
     def has_lapsed_within(self, seconds: float, session: Session) -> bool:
-        """True if the engine was started again within the last `seconds`, or has ended without a fault of its own."""
+        """True if the engine was started again within the last `seconds`, or ended for a reason of `has_lapsed`."""
         if time.monotonic() - self._relaunched_at < seconds:
             return True
         status = job_status(session, self._engine.run_dir)
@@ -236,7 +236,10 @@ def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
 def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
-    """Stop an engine unless another run uses it. On an unreachable further node, it ends when its lease lapses."""
+    """Stop an engine unless another run uses it.
+
+    An engine on an unreachable further node is not stopped, because it ends when its lease lapses.
+    """
     own = node.named(engine.node)
     try:
         with (

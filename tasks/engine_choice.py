@@ -4,8 +4,8 @@
     a free GPU ── SGLang if it supports the model, otherwise the embedded engine
 
 The choice is stored, so that later attempts of the run use the same engine. The chosen kind enters job.json and the
-fingerprint. The same file stores the planned GPUs. Not here: installing the engine (engine_installs.py), planning the
-GPUs (gpu_placement.py).
+fingerprint. The file that stores the choice also stores the planned GPUs. Not here: installing the engine
+(engine_installs.py), planning the GPUs (gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollouts_core.system.files import write_json
 
 DIGEST_CHARS = 16
 DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
-"""Settings that only installed engines have. They get their defaults if the embedded engine is chosen."""
+"""Settings that only installed engines have. If the embedded engine is chosen, they are reset to their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ def choose_engine(
     """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        installs: whether to install a missing engine, which can then list the architectures that it supports.
-            Preflight installs nothing.
+        installs: whether to install a missing engine. Only an installed engine can list the architectures that it
+            supports. Preflight passes False.
 
     Raises:
         PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
@@ -144,13 +144,13 @@ def known_architectures(session: Session, engine: EngineConfig, python: str) -> 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
     """The file that stores the chosen engine and the planned GPUs, for all attempts with these settings."""
-    place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
+    place = settings.model_dump(mode="json", exclude={"query"})  # a run changes the query, but must find the same file
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
 
 def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") -> None:
-    """Save the chosen engine and the planned GPUs, so that later attempts of the run use the same.
+    """Save the chosen engine and the planned GPUs for later attempts of the run.
 
     Args:
         choice: None if the settings name the engine.

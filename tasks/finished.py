@@ -1,6 +1,6 @@
 """Find out which stages of a run are finished before the run rents a machine.
 
-If an earlier run had the same settings and data, all stages are finished. A rented machine would then be useless.
+If an earlier run had the same settings and data, all stages are finished, and a rented machine would have no work.
 
 Not here: reusing finished stages (stage_tasks.py), the list of a run's stages (flows/pipeline.py).
 """
@@ -63,7 +63,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
     Args:
         run_stages: calls a `RunStage` for each stage of the run, in order.
     """
-    if not any(Path(scope.store).glob("stages/*")):  # no training has started; planning would read all data in vain
+    if not any(Path(scope.store).glob("stages/*")):  # no training has started; planning would only read all data
         return ()
     found: list[str] = []
 

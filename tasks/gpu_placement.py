@@ -1,4 +1,4 @@
-"""Plan which GPUs of a machine train and which serve inference engines, if the settings do not say so.
+"""Plan which GPUs of a machine train and which serve inference engines, if the settings name no GPUs.
 
     no GPU, CUDA_VISIBLE_DEVICES, further machines, or GPU ranks in the settings ── no plan
     GPUs without other programs (or all GPUs if none is free) ── plan_placement ── stored for later attempts

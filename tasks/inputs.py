@@ -185,5 +185,5 @@ def _input_of(path: Path, store: Path) -> Path | None:
 
 
 def _origin_file(path: Path) -> Path:
-    """The file that stores an input's URL. It lies in the input's parent folder, so that both are removed together."""
+    """The file that stores an input's URL. It lies in the input's parent folder, so that prune removes both."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

@@ -1,4 +1,4 @@
-"""Find the model that a user's name for it refers to, and find the rows of an evaluation.
+"""Find the model that a name from the user refers to, and find the rows of an evaluation.
 
     base                              the start model of the configuration
     production, candidate             an alias in the registry (small/production if the store has several lines)
@@ -35,7 +35,7 @@ ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """The model that a user's name for it currently refers to."""
+    """The model that a name from the user refers to, when the name is looked up."""
 
     title: str
     """The model's name in messages, for example "production (small-3)", or the checkpoint's path."""
@@ -48,7 +48,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
     Args:
         given: "base", an alias, a registered name, a run, a stage, a path or a URL (see the head of this module).
-        config: its start model is the model "base". It also decides whether code in a model's folder is trusted.
+        config: `config.model` is the model "base". Its `trust_remote_code` also applies to the other models.
         say: receives one sentence per download.
 
     Raises:
@@ -74,7 +74,10 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
 
 def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], None]) -> Config:
-    """The configuration with an evaluation's rows as its only data. `data` names the rows; if empty, `data.heldout`.
+    """The configuration with an evaluation's rows as its only data.
+
+    Args:
+        data: path or URL of the rows; empty uses `config.data.heldout`.
 
     Raises:
         ConfigError: the file with the rows does not exist.

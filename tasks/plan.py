@@ -42,7 +42,7 @@ from rollouts_core.stages.planning import input_file, plugin_digest
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a training stage. `with_engines` later adds inference engines, which do not enter the fingerprint."""
+    """Plan a training stage. `with_engines` later adds addresses of engines, which do not enter the fingerprint."""
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
         rollout = with_engines_elsewhere(job.rollout)
@@ -95,7 +95,7 @@ def engine_ports(rl: Stage, node: Node) -> list[int]:
 
 
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
-    """Plan the job of one inference engine of an RL stage. It has the start model and the fingerprint of the RL stage.
+    """Plan the job of one inference engine of an RL stage, with the start model and the fingerprint of the RL stage.
 
     Args:
         node: the engine's node.
@@ -131,7 +131,7 @@ def installed_on(node: Node, engine: EngineConfig) -> EngineConfig:
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """Plan the job of a further machine in a training. It equals the leader's job, except for `node_rank`.
+    """Plan the job of a further machine in a training. The job equals the leader's job, except for `node_rank`.
 
     Args:
         node: the further machine.

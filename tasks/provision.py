@@ -48,8 +48,9 @@ def give_back(
 ) -> list[str]:
     """End this run's jobs on its machines, except jobs that another run uses, then release the machines.
 
-    Results of stopped jobs are downloaded before that. A rented machine is released even if it is unreachable or the
-    ledger cannot be written. Its jobs then end with the machine. Jobs on unreachable further nodes end by themselves.
+    Results of stopped jobs are downloaded before the release. A rented machine is released even if it is unreachable or
+    the ledger cannot be written. Its jobs then end with the machine. Jobs on unreachable further nodes end when their
+    leases lapse.
 
     Args:
         keep_minutes: if positive, a reachable rented machine is kept for this many minutes instead of released.
@@ -61,7 +62,7 @@ def give_back(
     """
     leases: dict[str, list[Lease]] = {}
     is_saving = False
-    is_left = True  # until the jobs are known, because runs of other stores may need the jobs on further nodes
+    is_left = True  # assumed until the jobs are known: runs of other stores may need the jobs on further nodes
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
@@ -153,8 +154,8 @@ def describe_release(node: Node) -> str:
 def release_now(
     node: Node, scope: RunScope, *, keep_minutes: float = 0.0, is_impatient: Callable[[], bool] = lambda: False
 ) -> None:
-    """Release a run's machines (`give_back`). For a rented node, also release machines that the run does not know
-    (`give_back_unknown`). Each action is shown as a line."""
+    """Release a run's machines (`give_back`). If the leading node is rented and not kept, also release machines that
+    the run does not know (`give_back_unknown`). Show one line per action."""
     with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:

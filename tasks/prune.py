@@ -45,7 +45,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFolder:
-    """A folder in the store that prune may remove, if there is no reason to keep it."""
+    """A folder in the store. Prune may remove the folder if `reason` is empty."""
 
     place: str
     """Path in the store: stages/<stage>, runs/<run>, inputs/<digest> or engines/<engine>."""
@@ -74,8 +74,8 @@ def plan_prune(
 ) -> PrunePlan:
     """Choose which folders to remove, without removing them.
 
-    These are folders without a reason to keep them that were unused for `unused_days`. If the other folders take more
-    than `max_bytes`, further such folders are added, longest unused first.
+    A folder without a reason to keep it is chosen if it was unused for `unused_days`. If the other folders take more
+    than `max_bytes`, more folders without a reason are chosen, longest unused first.
 
     Args:
         max_bytes: the most bytes that all folders together may take; None sets no limit.
@@ -98,7 +98,7 @@ def plan_prune(
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
     """Remove the planned folders, except folders that a run has begun to use since. Returns the removed folders."""
-    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model to its folder
+    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model into its folder
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
     for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):
         remove_partial_directories(parent)

@@ -78,11 +78,11 @@ class Stage(TaskRecord):
     job: dict[str, Any]  # Any: JSON
     """The content of job.json."""
     num_steps: int
-    """Number of metric steps of the job, for the progress bar."""
+    """Number of steps for which the job writes metrics, for the progress bar."""
     timeout_s: float
     """The job is stopped after this many seconds; 0 sets no limit."""
     begins_with: str = ""
-    """Directory of the same stage in another run that ended it early. The training resumes from its checkpoints."""
+    """Directory of the same stage, which another run ended early. The training resumes from the checkpoints there."""
 
     @property
     def kind(self) -> str:

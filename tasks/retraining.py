@@ -127,7 +127,7 @@ class Outcome:
 class Work(Protocol):
     """The operations of a retraining that need more than the ledger.
 
-    Each method may be called again after a crash. It then does only the missing part of the work.
+    Each method may be called again after a crash. The method then does only the missing part of its work.
     """
 
     def watch(self) -> dict[str, str]:
@@ -135,11 +135,14 @@ class Work(Protocol):
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train a model, register it as the candidate, and compare it with production, or else with the start model."""
+        """Train a model, register it as the candidate, and compare it with the production model.
+
+        Without a production model, the candidate is compared with the start model.
+        """
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Compare a registered candidate of this run with production, or else with the start model."""
+        """Compare a registered candidate of this run with the production model, or with the start model without one."""
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
@@ -151,7 +154,7 @@ class Work(Protocol):
 
 
 def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: Rules) -> Decision:
-    """Decide whether to train, or to skip the retraining because nothing changed or because it keeps failing.
+    """Decide whether to train, or to skip the retraining: on unchanged data, or on data that failed too often.
 
     Args:
         earlier: the earlier retrainings of the line, oldest first.
@@ -205,7 +208,7 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
 def retrain_once(
     ledger: Ledger, work: Work, *, run_id: str, line: str, rules: Rules, clock: Callable[[], float] = time.time
 ) -> Outcome:
-    """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised again.
+    """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised.
 
     Args:
         line: the name of the series of models to which the new model belongs.

@@ -63,8 +63,8 @@ def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) 
         except InfraError as error:
             failures.append(str(error))
 
-    # A thread can be abandoned after the timeout. The session's timeouts limit single reads, but not a slow download.
-    # Closing the session ends the thread.
+    # The session's timeouts limit single reads, but not a slow download. So the download runs in a thread, which this
+    # function leaves after the timeout. Closing the session then ends the thread.
     thread = threading.Thread(target=pull, name=f"salvage of {source}", daemon=True)
     thread.start()
     thread.join(timeout_s)

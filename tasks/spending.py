@@ -67,7 +67,7 @@ def spending_of_records(records: Sequence[StageRecord], scope: RunScope) -> Spen
 
 
 def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str, Any]:  # Any: JSON
-    """Add the costs to the content of run.json: `spent`, and `usd` of each stage. Null if the run rented no machine."""
+    """Add `spent`, and `usd` of each stage, to the content of run.json. Both are null if the run rented no machine."""
     usd_by_stage = spending.usd_by_stage if spending else {}
     stages = [{**stage, "usd": _rounded(usd_by_stage.get(stage["stage"]))} for stage in run["stages"]]
     spent = spending and {

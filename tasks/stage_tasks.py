@@ -51,7 +51,7 @@ def run_cached(
     with Ledger(scope.ledger_path) as ledger:
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
-    # Without this check, only a later stage that loads a deleted or damaged checkpoint would report it.
+    # Without this check, a deleted or damaged checkpoint would fail only in a later stage that loads it.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
     kept: object = state.result()
@@ -61,7 +61,7 @@ def run_cached(
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Report a stage whose record came from Prefect's cache as reused. Returns the record as of this run."""
+    """Report that this run reuses a stage from Prefect's cache. Returns the cached record, updated for this run."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),

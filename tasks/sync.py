@@ -60,9 +60,10 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the remote machine that made the final checkpoint upload it to the object store, which is faster.
+    """Let the remote machine that made the final checkpoint upload it to the object store.
 
-    A failure is only reported, because `publish_results` uploads all missing files.
+    This is often faster than an upload from here. A failure is only reported, because `publish_results` uploads all
+    missing files.
 
     Args:
         checkpoint_path: the copy of the checkpoint on this machine.

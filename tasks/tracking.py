@@ -45,8 +45,8 @@ NOT_METRICS = ("step", "attempt", "time")
 def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
     """Send a training's metrics to the run's trackers while the `with` block runs.
 
-    At the end of the block, this waits until all metrics are sent. After an exception, such as an interrupt, it does
-    not wait: the trackers' processes send the rest and end by themselves.
+    The block ends when all metrics are sent. After an exception, such as an interrupt, the block ends at once: the
+    trackers' processes then send the rest and end by themselves.
     """
     names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             start_new_session=True,  # so that Ctrl-C does not reach the process
         )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be too long for the command line
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job's settings may be too long for the command line
     process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:

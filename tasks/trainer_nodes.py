@@ -4,7 +4,7 @@ Not here: how the jobs connect and detect a lost machine (rollouts_core/backends
 machines (engine.py).
 
     further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader
-                      this run renews the lease until both are connected, and the leader's job from then on
+                      this run renews the lease; once connected, each heartbeat of the leader's job also renews it
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rollouts cancel`: cancel a run like Prefect's UI, but also a run whose process is gone.
+"""`rollouts cancel`: cancel a run as Prefect's UI does, and also a run whose process is gone.
 
 Not here: releasing a run's jobs and machines (cancellation.py), ending only the run's training (finish.py).
 
@@ -37,7 +37,7 @@ from rollouts_core.errors import InputError, RolloutsError
 WAIT_S = 720.0
 """Seconds added to `run.stop_timeout_s`, because a download of results from another machine may take ten minutes."""
 FOLLOW_S = 60.0
-"""Seconds that a run's process gets to notice a final state that a user set in Prefect. It polls every 15 s."""
+"""Seconds for a run's process to notice a final state that a user set in Prefect. It polls the state every 15 s."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -116,7 +116,7 @@ class DeletedRun:
 
     run_id: str
     run_name: str
-    """The name of the folder with its results, or its id if it has no such folder."""
+    """The name of the run's folder in the store, or the run's id if it has not used any stage."""
 
 
 def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:

@@ -43,7 +43,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def note_what_next(error: Exception) -> None:
-    """Add a note to a run's exception that tells the user what to do next, if its message does not tell it."""
+    """Add a note to a run's exception that tells the user what to do next, if the exception's message lacks it."""
     if isinstance(error, NoImprovementError):
         error.add_note(ACCEPTED_BY)
     elif exit_code_of(error) == FAILED_CODE:

@@ -73,7 +73,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
     """Add `gpus`, `nodes` and `reap` to the command line.
 
     Args:
-        explained: decorator for commands: an expected exception prints one sentence.
+        explained: decorator that turns an expected exception of a command into one printed sentence.
         panel: the section of the help that lists these commands.
     """
     nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)

@@ -61,7 +61,7 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
     """Add `models` and its subcommands to the command line.
 
     Args:
-        explained: decorator for commands: an expected exception prints one sentence.
+        explained: decorator that turns an expected exception of a command into one printed sentence.
         panel: the section of the help that lists these commands.
     """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)

@@ -195,7 +195,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
     document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
     put_automation(address, render_automation(name, document_id, states))
-    if url:  # the new URL may be in a new block
+    if url:  # a URL of another service is saved as a new block
         _delete_blocks(address, previous - {document_id})
 
 

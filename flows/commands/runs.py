@@ -239,7 +239,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     """The file with the RL samples of a step (default: the latest step), or with the held-out answers of a model.
 
     Raises:
-        InputError: the run has no such file. The message names the steps or models for which it has files.
+        InputError: the run has no such file. The message names the steps or models for which the run has files.
     """
     if step is not None and model:
         raise InputError("--step selects RL samples, --model selects held-out answers: give one of them")
@@ -259,7 +259,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     if steps:
         return steps[max(steps)]
     if answers:
-        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # of the model that was evaluated last
+        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # the answers of the last evaluated model
     raise InputError(f"{uses[0].run} has no samples yet: RL writes them at each step, and the evaluation at the end")
 
 

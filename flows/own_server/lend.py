@@ -63,8 +63,8 @@ JOIN_TIMEOUT_S = 120.0
 """Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts, which take a minute
 on a busy machine."""
 LOOK_S = 1.0
-"""Seconds between two checks that the server lives. They must be short, because Prefect's runner stops polling for
-cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
+"""Seconds between two checks that the server lives. The interval must be short, because Prefect's runner stops polling
+for cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
 AGAIN_S = 30.0
 """Pause between two restarts of a server, because the cause of its death may persist."""
 
@@ -76,7 +76,7 @@ SERVER_PROGRAM = (
 is the last entry, so that no other module is hidden."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
-"""Loggers whose INFO lines inside a flow or a task Prefect stores with the run."""
+"""Prefect stores INFO lines of these loggers with the run, if a flow or a task logs the lines."""
 
 NAMED_SERVER_RETRIES = "7"
 """Number of attempts at each request to a server of PREFECT_API_URL, 4 minutes in total. Prefect's default of five
@@ -366,7 +366,7 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Take a shared lock. The server keeps running while a process holds one. Call this with start.lock held."""
+    """Take a shared lock on users.lock. The server runs while any process holds it. Call this with start.lock held."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
     # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"
@@ -394,7 +394,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # The file may be of a dead keeper, whose port another program uses now. Therefore check the keeper, too.
+        # A dead keeper may have left server.json, and another program may use its port. So check the keeper, too.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)

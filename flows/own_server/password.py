@@ -14,7 +14,7 @@ from rollouts.infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
-"""The user name before the colon. With it, `curl --user` accepts the string unchanged."""
+"""The user name before the colon of the password, so that `curl --user` accepts the password unchanged."""
 
 
 def password_file(home: Path) -> Path:

@@ -34,8 +34,8 @@ POLL_S = 0.5
 ASLEEP_S = 10.0
 """If a poll takes longer, this process was suspended or got no CPU time."""
 UNUSED_S = 1.5
-"""Seconds between the end of the last process that uses the server and the server's stop. Last log lines and events of
-that process still arrive."""
+"""Seconds between the end of the last process that uses the server and the server's stop. Meanwhile, the last log lines
+and events of that process arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """Maximum time that automations, such as notifications, delay an event until its preceding event arrives.
