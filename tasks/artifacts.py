@@ -38,10 +38,10 @@ def is_finished(stage: Stage) -> bool:
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Returns a description, or "".
+    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Describes the damage, or returns "".
 
-    This moves result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes from the
-    last intact checkpoint. If several runs find the damage at once, only one run moves the files.
+    The moved files are result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes
+    from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
     """
     if not find_damage(stage):
         return ""
@@ -89,7 +89,11 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:
-    """Describe a checkpoint's damage or wrong digest; "" if the checkpoint is intact. None is not compared."""
+    """Describe a checkpoint's damage or wrong digest. Returns "" for an intact checkpoint.
+
+    Args:
+        digest: the expected digest; None accepts any digest.
+    """
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:

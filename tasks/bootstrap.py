@@ -72,8 +72,8 @@ def bootstrap(
 
     Args:
         trains: whether the run trains on the node. A training needs GPU memory and disk space.
-        begun: local directories of the run's trainings that may have started. Their checkpoints may be on the node's
-            disk already, so that the node needs less free space.
+        begun: local directories of the run's trainings that may have started. Checkpoints of these trainings may be on
+            the node's disk already, so that the node needs less free space.
         kept_choice: the file that stores the chosen engine and the planned GPUs for later attempts of the run.
     """
     size = find_model_size(config.model) if trains else ModelSize()
@@ -137,9 +137,9 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the machines for inference engines, and install the engines. `node` and each of them must reach each other.
+    """Check the machines for inference engines, and install the engines. Returns the nodes with their interpreters.
 
-    Returns the nodes with the interpreters to use.
+    `node`, which trains, and each machine for engines must reach each other.
     """
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
@@ -164,7 +164,7 @@ def prepare_engine_nodes(
 
 
 def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) -> NodeNeeds:
-    """The GPUs and the GPU memory that a run needs on its leading node. The caller adds the disk space."""
+    """The GPUs and the GPU memory that a run needs on its leading node. The caller adds the needed disk space."""
     placement = config.deployment
     stages = training_needs(config, size, num_machines=1 + len(node.trainer_nodes))
     least = max(stages, key=lambda stage: stage.least_bytes, default=None)
@@ -186,8 +186,8 @@ def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) 
 def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, say: Callable[[str], None]) -> Node:
     """Plan which GPUs train and which serve engines. Returns the node with this plan.
 
-    If no plan fits, `say` receives the reason and the node is returned unchanged: trainer and engines then share the
-    first GPU.
+    If no plan fits, `say` receives the reason, and the node is returned unchanged. Without a plan, trainer and engines
+    share the first GPU.
     """
     try:
         plan = plan_on_gpus(read_usable_gpus(session), config, size)
@@ -334,7 +334,7 @@ def prepare_machine(
 def install_packages(
     session: Session, node: Node, settings: NodeSettings | FurtherNode, progress: StageProgress
 ) -> Node:
-    """Install packages if `settings.install` says so. Returns the node with the interpreter that has the packages."""
+    """Install packages unless `settings.install` is "nothing". Returns the node with the interpreter that has them."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":
         return node
     wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()

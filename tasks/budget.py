@@ -84,7 +84,7 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 def cancel_jobs(node: Node, scope: RunScope) -> None:
     """Cancel the run's jobs on `node`. Engines are cancelled last, so that an RL training can still write a checkpoint.
 
-    Jobs on further machines are not cancelled. They end with the training, or when nothing renews their leases.
+    Jobs on further machines are not cancelled, because they end with the training or when nothing renews their leases.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:

@@ -35,7 +35,7 @@ def candidate_name(config: Config) -> str:
 def register_candidate(
     line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
 ) -> Model:
-    """Register a run's final checkpoint in the registry. A new model becomes the candidate of its line.
+    """Register a run's final checkpoint in the registry. A new model becomes the candidate of the series `line`.
 
     Args:
         line: the name of a series of models, such as "small" for small-1, small-2, ...

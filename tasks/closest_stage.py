@@ -21,7 +21,7 @@ from rollouts_core.job import Job, TrainingJob, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""The number of finished stages to compare with, newest first."""
+"""An unfinished stage is compared with at most this many finished stages, the newest ones."""
 MAX_DIFFERENCES = 4
 """A finished stage that differs in more settings or inputs is not similar enough to be mentioned."""
 CONTENTS = {
@@ -35,7 +35,7 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""The fields of a job that are digests, each with the name of its input for messages."""
+"""The fields of a job that hold digests, each with the words that messages use for the digested input."""
 
 
 def describe_difference(stage: Stage) -> str:

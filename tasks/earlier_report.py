@@ -101,7 +101,7 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
     )
     return replace(
         report,
-        verdict=described["verdict"] or report.verdict,  # the original text; this version may word it differently
+        verdict=described["verdict"] or report.verdict,  # the original verdict, which this version may word differently
         written_at=time.time(),
         ended_at=max((each.began_at + each.seconds for each in by_stage.values()), default=0.0),
         config=None if mistakes else config,  # a setting of another version would be shown with a wrong default

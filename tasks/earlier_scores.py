@@ -3,7 +3,7 @@
     finished evaluate-<a>:    base, sft          ──┐ a score is identified by the model's content, the rows and
     planned evaluate-<b>:     baseline, model    <─┘ the settings, but not by the model's name
 
-Not here: reusing an evaluation of the same models under the same names, because that is the same stage (plan.py).
+Not here: reusing an evaluation of the same models under the same names, which is the same stage (plan.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EarlierScore:
 
 
 def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
-    """If earlier evaluations have all scores that a new evaluation would compute, write them as its result.json.
+    """Write the result.json of a new evaluation, if earlier evaluations have all scores that it would compute.
 
     Returns a sentence that names the earlier runs, or "" if the evaluation has to run.
     """
@@ -46,7 +46,7 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # the user asked for a fresh evaluation
         return ""
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    # Losses are comparable only over the same tokens. An evaluation checks this only for the models that it scores.
+    # Losses are comparable only over the same tokens. An evaluation checks the tokens of only the models it scores.
     scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
@@ -71,7 +71,7 @@ def _write_record(
 ) -> None:
     """Write the files that the evaluation would write. result.json comes last, because it marks the stage finished."""
     entries = []
-    estimates = estimate_means([score.entry["scores"] for score in scores])  # all intervals by the same method
+    estimates = estimate_means([score.entry["scores"] for score in scores])  # the same method for all intervals
     for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
         entries.append({**score.entry, "name": model.name, "step": model.step, **asdict(estimate)})
         samples = own.samples / f"{model.name}.jsonl"
@@ -107,7 +107,7 @@ def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, Earlie
             job = EvalJob.model_validate_json(directory.job.read_text())
             models = {identity: model for model in job.checkpoints if (identity := identity_of(model, job)) in wanted}
             result = directory.read_result() if models and is_named_after(job, path) else None
-        except (OSError, ValueError):  # written by another version, damaged, or just removed
+        except (OSError, ValueError):  # another version wrote the files, or they are damaged or gone
             continue
         if result is not None:
             by_name = {entry["name"]: entry for entry in result["checkpoints"]}

@@ -34,7 +34,7 @@ from rollouts_core.system.files import write_json
 
 DIGEST_CHARS = 16
 DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
-"""Settings that only installed engines have. If the embedded engine is chosen, they are reset to their defaults."""
+"""Settings that only installed engines have. Choosing the embedded engine resets these settings to their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def choose_engine(
 
 
 def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
-    """The model architectures that an installed engine supports. Empty if the engine cannot list them."""
+    """The model architectures that an installed engine supports. Empty if the engine cannot list its architectures."""
     program = [python, "-c", engine.spec.list_architectures]
     listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
     return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()
@@ -164,7 +164,7 @@ def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") ->
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine and the GPUs that an earlier attempt chose. Unchanged in the first attempt."""
+    """The configuration with the engine and the GPUs that an earlier attempt of the run chose, if any."""
     if not is_open(config) and not is_placement_open(config):
         return config
     try:
@@ -176,6 +176,6 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 
 def with_choice_of(config: Config, node: Node) -> Config:
-    """The configuration with the engine and the GPUs that `bootstrap` chose on the node. Unchanged without a choice."""
+    """The configuration with the engine and the GPUs that `bootstrap` chose on the node, if it chose any."""
     chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
     return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen

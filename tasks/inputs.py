@@ -62,8 +62,8 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 
     Args:
         say: receives one sentence per download.
-        mistakes: collects the errors of all settings. A failed setting keeps its URL. If None, the first error is
-            raised.
+        mistakes: collects the errors of all settings. A failed setting keeps its URL. Without `mistakes`, the first
+            error is raised.
 
     Raises:
         InfraError: a URL cannot be downloaded.
@@ -112,7 +112,7 @@ def _bring_each(
     without a request, because each request would take minutes.
     """
     places: dict[str, str] = {}
-    failures: dict[str, InfraError] = {}  # keys: failed URLs, and buckets that do not answer
+    failures: dict[str, InfraError] = {}  # the keys are failed URLs and unreachable buckets
     for setting, url in named.items():
         if url in places:
             continue
@@ -185,5 +185,5 @@ def _input_of(path: Path, store: Path) -> Path | None:
 
 
 def _origin_file(path: Path) -> Path:
-    """The file that stores an input's URL. It lies in the input's parent folder, so that prune removes both."""
+    """The file that stores an input's URL. The file lies beside the input, so that prune removes both together."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

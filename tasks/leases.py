@@ -19,9 +19,9 @@ from rollouts.infra.repeating import repeating
 from rollouts.infra.session import Session
 
 LEASE_S = 60.0
-"""A job's lease lapses after this many seconds without a renewal. The job then ends by itself."""
+"""A job's lease lapses after this many seconds without a renewal. A job with a lapsed lease ends by itself."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""A directory name of a job with a lease starts with one of these words. A follower is a training's job on a further
+"""Directory names of jobs with a lease start with "engine" or "follower". A follower is a training's job on a further
 machine."""
 
 logger = logging.getLogger(__name__)

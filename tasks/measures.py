@@ -16,7 +16,9 @@ JsonObject = Mapping[str, Any]  # Any: JSON
 
 
 def describe_measures(entries: Mapping[str, JsonObject], pair: tuple[str, str] | None) -> dict[str, Any]:  # Any: JSON
-    """Estimate each measure, such as "pass@4": `models` has each model's mean and interval, `comparison` is of `pair`.
+    """Estimate each measure, such as "pass@4". Returns two entries per measure, `models` and `comparison`.
+
+    `models` has the mean and the interval of each model. `comparison` compares the two models in `pair`.
 
     Args:
         entries: the checkpoints in an evaluation's result.json, by model.

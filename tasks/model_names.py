@@ -48,7 +48,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
     Args:
         given: "base", an alias, a registered name, a run, a stage, a path or a URL (see the head of this module).
-        config: `config.model` is the model "base". Its `trust_remote_code` also applies to the other models.
+        config: `config.model` is the model "base". `config.model.trust_remote_code` applies to all models.
         say: receives one sentence per download.
 
     Raises:
@@ -128,7 +128,7 @@ def _registered(store: Path) -> list[Model]:
 def _checkpoint_in(folder: Path) -> Path:
     """Find the checkpoint of a model by its folder.
 
-    The folder may be a run's folder, a checkpoint, or a stage's folder, whose newest checkpoint is used.
+    The folder may be a run's folder, a checkpoint, or a stage's folder. A stage's folder gives its newest checkpoint.
     """
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"

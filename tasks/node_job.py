@@ -31,8 +31,8 @@ GRACE_SHARE = 0.5
 USER_ERROR_CODE = 2
 """Exit code of a job that rejects its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Makes CUDA number GPUs as nvidia-smi does. The names of GPU locks contain these numbers. By default, CUDA numbers the
-fastest GPU first, so that a job would use a GPU that another job has locked."""
+"""This variable makes CUDA number GPUs as nvidia-smi does. The names of GPU locks contain the numbers of nvidia-smi. By
+default, CUDA numbers the fastest GPU first, so that a job would use a GPU that another job has locked."""
 
 
 def job_spec(
@@ -101,8 +101,8 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     """The GPUs of the node that a stage's job locks while it runs. An RL job also locks its engines' GPUs on this node.
 
-    Each job of an RL stage locks all GPUs of the stage at once. Otherwise two RL stages that each hold some of the GPUs
-    would deadlock.
+    Each job of an RL stage locks all GPUs of the stage at once. If two RL stages could each lock a part of the GPUs,
+    the stages would deadlock.
     """
     if starts_engines(stage):
         return gpus_of_engines(stage)

@@ -1,6 +1,6 @@
 """Plan the next stage of a run from the settings and the finished stages: its job, its fingerprint and its directory.
 
-These functions read files to compute digests, but write no files. Not here: running the stage (stage.py).
+The functions of this module read files to compute digests, but write no files. Not here: running the stage (stage.py).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=rows,
-        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled` has the evaluation's engine
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled.engine` is the evaluation's
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=plugin_digest(sampled),

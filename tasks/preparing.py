@@ -2,7 +2,7 @@
 
     data.prepare ──> <store>/inputs/<digest>/prepared/sft.jsonl, prompts.jsonl, ...
 
-The digest is computed from source, code and settings. A stage's fingerprint depends on the content of the files only.
+The digest is computed from source, code and settings. A stage's fingerprint depends only on the prepared files.
 Not here: the preparation itself (rollouts_core/data/preparing.py). This module must not import prefect, because
 preflight runs before Prefect's environment is set.
 """

@@ -23,7 +23,7 @@ from rollouts.tasks.spending import note_spending
 from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
-"""Look up a requested machine only once. The interrupted rental attempt has already looked it up several times."""
+"""Look up a requested machine only once, because the interrupted rental attempt looked it up several times."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
@@ -49,13 +49,13 @@ def give_back(
     """End this run's jobs on its machines, except jobs that another run uses, then release the machines.
 
     Results of stopped jobs are downloaded before the release. A rented machine is released even if it is unreachable or
-    the ledger cannot be written. Its jobs then end with the machine. Jobs on unreachable further nodes end when their
-    leases lapse.
+    the ledger cannot be written, and the jobs on an unreachable machine end with the machine. Jobs on unreachable
+    further nodes end when their leases lapse.
 
     Args:
         keep_minutes: if positive, a reachable rented machine is kept for this many minutes instead of released.
         say: receives a sentence about each job that is still saving.
-        is_impatient: returns True to stop waiting for a job. The job then saves and ends by itself.
+        is_impatient: returns True to stop waiting for a job, which then saves and ends by itself.
 
     Returns:
         One sentence per action.
@@ -119,8 +119,8 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
     If the node is unreachable, its jobs end by themselves when their leases lapse.
 
     Args:
-        is_left: whether the job on the leading node keeps running, for example for a run of another store. The jobs of
-            the further node then keep running, too.
+        is_left: whether the job on the leading node keeps running, for example for a run of another store. If it does,
+            the jobs of the further node keep running, too.
 
     Returns:
         One sentence per action.
@@ -178,7 +178,7 @@ def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None
 
     Args:
         since: machines that were requested before this time (seconds since 1970) are not released.
-        known: the node that the run knows. Its machines are skipped, because `give_back` has released or kept them.
+        known: the node that the run knows. `give_back` has released or kept the machines of this node.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:

@@ -13,7 +13,7 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
     large     more folders, longest unused first, until the rest fits into `max_bytes`: removed
 
 A run records the use of a folder before it looks for the folder (stage_tasks.py, inputs.py, store_paths.py). Prune
-checks these records again under the ledger's lock, and moves the folder away under the same lock. So a run finds the
+checks these records again under the ledger's lock, and moves unused folders away under the same lock. So a run finds a
 folder either complete or missing, and creates a missing folder again.
 """
 
@@ -192,7 +192,7 @@ def _named_by_deployments(store: Path) -> dict[str, str]:
 def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
     """The folders of the runs and stages whose models a deployment evaluates.
 
-    The deployment's `evaluate` settings name them without `runs/` or `stages/`, so both are returned.
+    The deployment's `evaluate` settings name models without `runs/` or `stages/`, so both folders are returned.
     """
     try:
         evaluate = deployment["parameters"]["evaluate"]
@@ -215,7 +215,7 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 
 
 def _places_in_file(path: Path) -> set[str]:
-    """The folders of the store that paths in a JSON file name."""
+    """The store folders in the paths of a JSON file."""
     return places_in(_read_json(path))
 
 
@@ -281,7 +281,7 @@ def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
         seen: device and inode numbers of files.
     """
     total = 0
-    walked = (each for folder in _removable(place) for each in os.walk(folder))  # skips folders that vanish
+    walked = (each for folder in _removable(place) for each in os.walk(folder))  # os.walk skips vanished folders
     for path in (Path(parent, name) for parent, _, names in walked for name in names):
         with suppress(OSError):
             status = path.lstat()

@@ -1,4 +1,4 @@
-"""Decide the next step of a retraining, and carry it out: skip, train and compare, ask, promote or reject.
+"""Decide the next step of a retraining, and carry it out: skip, train and compare, ask a user, promote or reject.
 
 Each step writes its result to the ledger, so that a killed or suspended run resumes with the next step. Not here: the
 Prefect flow (flows/retrain.py), the tables of the ledger (infra/retrainings.py, infra/registry.py).
@@ -148,7 +148,7 @@ class Work(Protocol):
     def ask(self, row: Retraining, candidate: Model) -> Answer:
         """Ask a user to approve the candidate, and wait for the answer.
 
-        The process may end while it waits. A later process then asks again.
+        The process may end during the wait. A later process of the run then asks again.
         """
         ...
 
@@ -214,7 +214,7 @@ def retrain_once(
         line: the name of the series of models to which the new model belongs.
 
     Raises:
-        TransientInfraError: a machine failed temporarily. This does not count as a failed retraining.
+        TransientInfraError: a machine failed temporarily. The retraining then does not count as failed.
     """
     row = find_retraining(ledger, run_id)
     if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
@@ -254,7 +254,7 @@ def _compared(
     try:
         compared = compare()
     except (TransientInfraError, MachineGoneError):
-        raise  # not caused by the data or the settings, so it does not count as a failed retraining
+        raise  # the data and settings did not cause the error, so the retraining does not count as failed
     except Exception as error:
         end_retraining(ledger, row, RetrainingState.FAILED, str(error), now=clock())
         raise

@@ -58,7 +58,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
 MAX_FULL_GPUS = 64
-"""A stage is given up after this many attempts in a row that ran out of GPU memory."""
+"""A stage fails if more than this many attempts in a row run out of GPU memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         store: identity of the run's ledger. While this run follows the job, runs of other stores do not end the job.
 
     Raises:
-        InputError: the job rejected its settings or its inputs. The message is the job's message.
+        InputError: the job rejected its settings or its inputs. The error has the job's message.
         TransientInfraError: the job's machine, or another machine of the training, does not answer.
         FullGPUError: a GPU ran out of memory. The next attempt of the job will need less memory.
         JobFailedError, JobLostError: the job failed for another reason, or its supervisor died.
@@ -295,13 +295,13 @@ class GivenUp:
     ended: dict[str, str] = field(default_factory=dict)
     """Cancelled jobs, each with a phrase about its last saved step for messages."""
     still_saving: list[str] = field(default_factory=list)
-    """Cancelled jobs that are still saving and that the caller no longer waits for. They end by themselves."""
+    """Cancelled jobs that are still saving, and that end by themselves. The caller no longer waits for them."""
     left_to_runs: list[str] = field(default_factory=list)
     """Running jobs that other runs of this store use."""
     left_to_stores: list[str] = field(default_factory=list)
     """Running jobs that runs of other stores follow."""
     left_to_those: list[str] = field(default_factory=list)
-    """Running engines and followers that runs of other stores may need. They end when their leases lapse."""
+    """Running engines and followers that runs of other stores may need. Each of them ends when its lease lapses."""
 
 
 def stop_leased_jobs(

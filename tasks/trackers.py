@@ -113,7 +113,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run in Weights & Biases. The trainings of one pipeline run form a W&B group. It reads `WANDB_...` variables."""
+    """A W&B run, configured by `WANDB_...` variables. The trainings of one pipeline run form a W&B group."""
 
     def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
         import wandb

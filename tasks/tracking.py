@@ -151,7 +151,7 @@ def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
 def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:  # Any: JSON
     """Read the complete lines of a file after a byte position. Returns the new position and the lines.
 
-    If the file is shorter than the position, it was replaced. It is then read from its beginning.
+    A file that is shorter than the position was replaced, so it is read from its beginning.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         start = position if os.fstat(file.fileno()).st_size >= position else 0
@@ -165,7 +165,7 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 def main() -> None:
     """Send the metrics of one training. The first line of standard input describes the training as JSON.
 
-    The end of standard input means that the training has ended. The process then ends within `FINISH_TIMEOUT_S`.
+    When the training has ended, the run closes standard input. This process then ends within `FINISH_TIMEOUT_S`.
     """
     training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()

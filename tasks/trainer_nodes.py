@@ -70,8 +70,8 @@ def trainers_beside(
 ) -> Iterator[Trainers]:
     """Start the jobs on the further machines of a training, and end these jobs after the `with` block.
 
-    If the block fails, the jobs keep running, because the training may continue without this process. They end by
-    themselves after the leader's job has ended. The caller must hold the lock of `start_in_turn`.
+    If the block fails, the jobs keep running, because the training may continue without this process. Jobs without a
+    leader end by themselves. The caller must hold the lock of `start_in_turn`.
 
     Args:
         leader: a session to `node`.

@@ -7,9 +7,9 @@ Not here: planning a stage (plan.py), running a stage (stage.py), fetching the r
     data files, models, checkpoints                   ──>   <root>/inputs/<digest>/      unless already uploaded
     rollouts_core, the user's code (own_files.py)     ──>   <root>/code/<digest>/        unless already uploaded
 
-Folders are named by a digest of their content, so each file is uploaded only once. If possible, the node itself
-downloads inputs that have S3 URLs (inputs.py). Datasets and models of the Hugging Face hub keep their names, and the
-node downloads them itself.
+Folders are named by a digest of their content, so each file is uploaded only once. A node that reaches the object store
+downloads inputs with S3 URLs itself (inputs.py). Datasets and models of the Hugging Face hub keep their names, and the
+node downloads them from the hub.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class NodeInputs:
     Args:
         say: receives one sentence for each input that the node downloaded itself, or failed to download.
         is_doubtful: whether an earlier attempt of the job rejected its inputs. A file on the node may then have the
-            right size but wrong content. So files are compared by content instead of size.
+            right size but wrong content, so that files are compared by content instead of size.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
