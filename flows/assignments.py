@@ -1,4 +1,4 @@
-"""Settings on the command line, such as training.rl.num_steps=10: parse them, and set them in a configuration's tables.
+"""Parse settings on the command line, such as training.rl.num_steps=10, and set them in a configuration's tables.
 
 Not here: reading a file (form.py), replacing parameters of a deployment (deployments.py).
 """
@@ -47,7 +47,7 @@ def assign(
 
     Args:
         assignment: `key=value`, with the setting's dotted name as the key.
-        resolve: makes paths in the given tables absolute. The tables contain only this setting.
+        resolve: makes the paths in tables absolute. Its argument contains only the assigned setting.
 
     Raises:
         ConfigError: the assignment has another form, or a section in its key is a value, not a table.

@@ -173,7 +173,7 @@ def load_chosen(
     """Load the pipeline of a configuration file or of a preset, with the settings on the command line.
 
     Args:
-        reads_rows: as in `load_checkable`.
+        reads_rows: if settings are invalid, also check models and rows, which loads torch.
     """
     if preset:
         return load_preset(preset, arguments or [])
@@ -417,7 +417,7 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
 
 
 def own_command() -> str:
-    """The command to print in hints: `rollouts` if the shell finds this program by that name, else its path."""
+    """The command to print in hints: `rollouts` if the shell finds this program by that name, else its full path."""
     found = shutil.which("rollouts")
     is_on_path = found is not None and Path(found).resolve() == Path(sys.argv[0]).resolve()
     return "rollouts" if is_on_path else sys.argv[0]

@@ -54,8 +54,8 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """When `rollouts up CONFIG` last wrote the deployment, in seconds since 1970. Each call changes the digest, so that
-    the deployment is registered again, even if a user deleted it in Prefect."""
+    """When `rollouts up CONFIG` last wrote the deployment, in seconds since 1970. A new time changes the digest, so
+    that the deployment is registered again, even if a user deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
     """Folders from which runs import the user's modules: the configuration's folder, and the current folder of
     `rollouts up`."""
@@ -156,10 +156,10 @@ def retraining_name(name: str) -> str:
 
 
 def offered_name(store: Path, name: str) -> str:
-    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is added.
+    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is appended.
 
-    Without the id, two stores on one server could have deployments with equal names, and would execute each other's
-    runs.
+    Without the store's id, two stores on one server could have deployments with equal names, and would execute each
+    other's runs.
     """
     if not named_url():
         return name

@@ -161,9 +161,9 @@ OTHER_VERSION = (
 )
 
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
-"""The node settings of an existing run. An earlier version may have written them."""
+"""The node settings of an existing run, which an earlier version may have written."""
 FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
-"""A node's settings from Prefect's form. They may contain values of other kinds, which a file must not contain."""
+"""A node's settings from Prefect's form. The form, unlike a file, may also send values of other kinds of node."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 

@@ -239,7 +239,7 @@ def _listener(port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
-            listener.listen()  # before other processes read the address
+            listener.listen()  # listens before other processes read the address
             return listener
         listener.close()
     raise OSError("no port is free on this machine")

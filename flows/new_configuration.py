@@ -36,7 +36,7 @@ MAX_COUNTED = 100_000
 MAX_HELD_OUT = 200
 """Maximum number of rows to split off for data.selection, and for data.heldout."""
 HELD_OUT_SHARE = 10
-"""Of this many rows, one is split off for data.selection and one for data.heldout."""
+"""One row per this many rows is split off for data.selection, and as many rows are split off for data.heldout."""
 EPOCHS, MIN_STEPS = 3, 20
 CHARS_PER_TOKEN = 4
 """Estimate of the characters per token, used because no tokenizer is loaded here."""

@@ -5,7 +5,7 @@
     rollouts credentials team --remove
 
 Values are read from the environment, stored encrypted by Prefect, and never printed. This module does not import
-prefect at the top, because the functions here set Prefect's environment variables first.
+prefect at the top, because its functions set Prefect's environment variables before the import.
 
 Not here: the block in Prefect that holds the keys (flows/credentials.py).
 """

@@ -1,6 +1,6 @@
 """Turn expected exceptions of a command into one printed sentence and an exit code, without a traceback.
 
-Not here: the commands. This module loads no settings.
+Not here: the commands. This module imports no settings, so that it loads quickly.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def unwrapped(docstring: str) -> str:
-    """Join each paragraph of a docstring into one line. Otherwise the help would keep the line breaks of the source."""
+    """Join each paragraph of a docstring into one line. In the help, the line breaks of the source would remain."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))

@@ -167,7 +167,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     """Make a query with these fields.
 
     Raises:
-        InputError: a value is invalid. The message names the command's option for this field.
+        InputError: a value is invalid. The error names the command's option for the invalid field.
     """
     try:
         return GPUQuery(**fields)
@@ -387,7 +387,7 @@ def reap_now(
     A failed run can keep its machine for some time (node.keep_on_failure_minutes). `rollouts nodes release` ends such
     a machine earlier.
     """
-    # The machines of a deleted store are in no ledger. Any other store can end these machines, even an empty store.
+    # The machines of a deleted store are in no ledger. Any other store can end such machines, even an empty store.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())

@@ -6,8 +6,8 @@
     rollouts logs RUN rl -f                output of a stage
     rollouts report RUN --open             the report, rendered again
 
-Results go to stdout. With --json they are one JSON object per line, each with a `kind` (docs/terminal.md). The
-commands need no Prefect server.
+Results go to stdout. With --json, results are JSON objects with a `kind`, one per line (docs/terminal.md). The commands
+need no Prefect server.
 
 Not here: finding and summarizing runs (store_runs.py), comparing settings with defaults (shown_settings.py).
 """
@@ -357,7 +357,7 @@ def logs(
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
-    """The run directory of a stage of the run, or of an inference engine of its RL stage.
+    """The run directory of a stage of the run, or of an inference engine of the run's RL stage.
 
     Raises:
         InputError: the run has not reached this stage.
@@ -379,7 +379,7 @@ def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
     """Yield the text of a file in whole lines, and the lines that are appended, until `is_over` returns True."""
     offset, rest = 0, b""
     while True:
-        ends_now = is_over()  # called before the read, so that the last read gets everything
+        ends_now = is_over()  # asked before the read, so that the last read gets all lines
         if path.is_file():
             with path.open("rb") as file:
                 file.seek(offset)

@@ -44,7 +44,7 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The serving process of the store (None if it does not run or is not ready yet)."""
+    """The serving process of the store (None if the process does not run or is not ready yet)."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -75,7 +75,7 @@ def served_elsewhere(serving: Serving) -> str:
 def describe_deployments(serving: Serving) -> str:
     """A phrase with the names of the served deployments.
 
-    Each pipeline also has a short form and an evaluation. The phrase mentions only the endings of their names.
+    The short forms and evaluations of pipelines are mentioned only by the endings of their names.
     """
     from rollouts.flows.deployments import evaluation_name, form_name  # loads all settings
     from rollouts.flows.tools import TOOLS

@@ -51,7 +51,7 @@ LIVE_FILE = "prefect/live.json"
 """File in a store with the port of its live pages (live.py)."""
 MANY = 200
 """Number of ended runs to request from a shared server, because most of them may belong to other stores. Prefect
-returns at most 200."""
+returns at most 200 runs per request."""
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
 """States of Prefect whose message is printed, because the state's name alone says too little."""
 OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
