@@ -258,7 +258,7 @@ def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
         assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
 
     Raises:
-        ConfigError: the file has mistakes. The message has a line for each, with the file, the key and the remedy.
+        ConfigError: the file has mistakes. The error has a line per mistake, with the file, the key and the remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = read_draft(path, mistakes, assignments)
@@ -314,7 +314,7 @@ def parse_pipeline(
         assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
 
     Raises:
-        ConfigError: the settings have mistakes. The message has a line for each, with the file, the key and the remedy.
+        ConfigError: the settings have mistakes. The error has a line per mistake, with file, key and remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = _read_tables(settings, path, mistakes, assignments)

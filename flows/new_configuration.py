@@ -205,7 +205,10 @@ def _converted(file: DataFile, name: DataName, answers: Answers) -> Iterator[Row
 def _split(
     rows: Sequence[Row], names: Sequence[DataName], taken: set[str], *, source: str
 ) -> tuple[list[Row], dict[DataName, list[Row]]]:
-    """Split rows into training rows and held-out rows for each name. Rows with the same prompt stay together."""
+    """Split rows into training rows and held-out rows for each name.
+
+    If several rows have a held-out prompt, one row is held out and the other rows are dropped.
+    """
     by_key: dict[str, list[Row]] = {}
     for row in rows:
         by_key.setdefault(_key_of(row), []).append(row)
@@ -273,7 +276,7 @@ def _text(value: str) -> str:
 
 
 def _beside(path: str, folder: Path) -> str:
-    """Convert a path relative to the current folder to one relative to `folder`. Hub ids and URLs stay unchanged."""
+    """Convert a path from relative to the current folder to relative to `folder`. Hub ids and URLs stay unchanged."""
     if "://" in path or not Path(path).exists():
         return path
     whole, base = Path(path).resolve(), folder.resolve()

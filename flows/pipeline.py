@@ -153,7 +153,7 @@ def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
 
 
 def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a training with its engines. If the training fails because an engine's lease expired, restart all of them."""
+    """Run a training with its engines. If it fails because an engine's lease expired, restart training and engines."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:
@@ -216,7 +216,7 @@ def known_to_live(scope: RunScope) -> Iterator[None]:
     """While the block runs, hold the lock that marks the run as alive, keep the Prefect server running, and end this
     process after Cancel.
 
-    Enter the block before inputs are downloaded. Otherwise a retried run would count as dead during the download.
+    Enter the block before inputs are downloaded. A retried run outside of the block counts as dead.
     Cancel also works without a serving process.
     """
     ended = ended_when_cancelled(scope.run_id, is_served=deployment.id is not None)
@@ -288,7 +288,7 @@ def release_whatever(machine: Node | None, scope: RunScope, is_impatient: Callab
     """Release the machine or, if the run was interrupted while renting, all machines that were rented for the run.
 
     Args:
-        is_impatient: True after a second Ctrl-C: do not wait until a training has saved its last step.
+        is_impatient: returns True after a second Ctrl-C, to stop waiting for a training that saves its last step.
     """
     if machine is None:
         release_unknown(scope)

@@ -89,17 +89,17 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
 
     Args:
         assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
-        reads_rows: if settings are invalid, also check models and rows, which loads torch. If False, a misspelt key is
-            reported within a second.
+        reads_rows: if settings are invalid, also check models and rows, which loads torch. Without this check, a
+            misspelt key is reported within a second.
 
     Raises:
-        InputError: the file has mistakes. The message has a line for each.
+        InputError: the file has mistakes. The error has a line per mistake.
     """
     mistakes = Mistakes()
     draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # already a mistake, if the mode needs this file
+            if given == "":  # already a mistake if the mode needs the file
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -114,7 +114,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     Models and data at URLs are downloaded into the store, because their content can only be checked there.
 
     Raises:
-        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        InputError, PermanentInfraError: there are mistakes. The error has a line per mistake, in the file's order.
         TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     mistakes = _mistakes_of(pipeline)
@@ -261,7 +261,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     """Check an evaluation without scoring any model, and return facts and warnings.
 
     Raises:
-        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        InputError, PermanentInfraError: there are mistakes. The error has a line per mistake, in the file's order.
         TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
@@ -271,7 +271,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         sentence = "an evaluation makes no checkpoint: leave run.publish and run.register_as empty"
         mistakes.note("run", ConfigError(sentence), names_place=True)
     _check_store(store, mistakes)
-    if mistakes.has("run.store"):  # models are looked up in the store
+    if mistakes.has("run.store"):  # the checks below look up models in the store
         mistakes.check()
     with mistakes.at("node"):
         check_copied_packages(pipeline.config, pipeline.node, trains=False)
@@ -540,7 +540,7 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
-    """Raise ConfigError if the run installs a machine's packages, but not a package that the stages need there."""
+    """Raise ConfigError if the run installs packages on a machine, but not a package that the stages need there."""
     for each in (settings, *(settings_of_trainers(settings) if trains else ())):
         if is_installed_by_run(each):
             with as_config_errors():
@@ -548,7 +548,7 @@ def check_copied_packages(config: Config, settings: NodeSettings, *, trains: boo
 
 
 def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if a machine whose packages the run does not install lacks a package that the stages need."""
+    """Raise ConfigError if a machine lacks a package that the stages need, and the run installs no packages there."""
     if not needed_packages(config, trains=trains):
         return
     places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]

@@ -37,7 +37,7 @@ MIN_TIMED_STEPS = 2
 
 
 class _UnfinishedError(Exception):
-    """A stage is not finished. Later stages depend on its result, so they cannot be planned."""
+    """A stage is not finished, so later stages, which depend on its result, cannot be planned."""
 
 
 def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequence[GpuState] = ()) -> list[str]:

@@ -22,7 +22,7 @@ from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
 from rollouts.flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
-"""Time from which intervals are counted. It is fixed, so that a restart does not shift the intervals."""
+"""Time from which intervals are counted. The time is fixed, so that a restart does not shift the intervals."""
 SLUG = "new-data"
 DATA_UPDATED = "data.updated"
 """Name of the event in Prefect after which retrainings check their data immediately."""

@@ -90,7 +90,7 @@ def _load_flows(store: Path, address: ServerAddress) -> None:
 
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: results of flows
-    """The flows by their keys. This imports Prefect, which reads the environment only once."""
+    """The flows by their keys. The first call imports Prefect, which reads the environment only once."""
     from rollouts.flows.evaluate import evaluate_model
     from rollouts.flows.finish_flow import finish_run
     from rollouts.flows.pipeline import sft_rl

@@ -149,8 +149,8 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
     """Raise ConfigError if a field that the user changed and *More settings* give a setting different values.
 
     Args:
-        offered: returns the deployment's default values, to find the changed fields. It is called only if a setting
-            has two values.
+        offered: returns the deployment's default values, to find the changed fields. The function is called only if a
+            setting has two values.
     """
     more = _read_toml(values, MORE, MORE_TITLE)
     doubled = [

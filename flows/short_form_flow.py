@@ -167,7 +167,7 @@ def read_values(values: Values) -> Pipeline:
     """The pipeline that the values of the form describe.
 
     Raises:
-        ConfigError: the values have mistakes. The message has a line for each, with the setting's name in a file.
+        ConfigError: the values have mistakes. The error has a line per mistake, with the setting's name in a file.
     """
     check_doubled(values, _offered_values)
     tables = tables_of(values)
@@ -182,7 +182,7 @@ def read_values(values: Values) -> Pipeline:
 
 
 def _offered_values() -> Values:
-    """The default values in the run's deployment ({} without a deployment). Other values were changed by the user."""
+    """The default values in the run's deployment ({} without a deployment). The user has changed all other values."""
     if deployment.id is None:
         return {}
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # deleted after the run's start

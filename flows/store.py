@@ -33,7 +33,7 @@ def with_store(settings: Any) -> Any:  # Any: unchecked input
 
 
 def from_home(path: Path | None) -> Path | None:
-    """Replace a leading ~ of the path by the home folder. Shells do not replace it in --store=~/runs."""
+    """Replace a leading ~ of the path by the home folder. Shells do not expand --store=~/runs."""
     try:
         return path and path.expanduser()
     except RuntimeError:  # the named user does not exist on this machine

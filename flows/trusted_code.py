@@ -45,7 +45,7 @@ OWN_MODULES = (
     *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
     *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
-"""This project's modules with graders and filters. They are always trusted. Other modules of this project are not
+"""This project's modules with graders and filters, which are always trusted. Other modules of this project are not
 trusted, because they can start programs, delete folders or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
@@ -60,8 +60,8 @@ def check_trusted(
 
     Args:
         evaluate: the settings of an evaluation, whose models are checked, too.
-        store: the run's store. Models that its runs made are trusted.
-        node: the node's settings of the run.
+        store: the run's store. Models that runs of this store made are trusted.
+        node: the run's settings of the node.
     """
     models = models_named_by(config, evaluate)
     if store is not None and is_served(store):

@@ -15,8 +15,8 @@ from pathlib import Path
 from uuid import UUID
 
 LOST_S = 15.0
-"""Seconds between two checks for runs whose process is gone. A run is marked Crashed after two checks in a row found
-it."""
+"""Seconds between two checks for runs whose process is gone. A run is marked Crashed if two checks in a row find that
+its process is gone."""
 EXPIRED_S = 120.0
 """Seconds between two checks of rented machines."""
 
@@ -30,7 +30,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     Args:
         deployments: ids of the deployments that this process serves. The caller may add ids later.
 
-    This imports Prefect, which then reads the server's address from the environment. Set the environment before.
+    The call imports Prefect, which reads the server's address from the environment. Set the environment before it.
     """
     from rollouts.flows.expired_machines import end_expired
     from rollouts.flows.lost_runs import LostRuns

@@ -50,7 +50,7 @@ from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
-"""Prefect's documented port, which users may have bookmarked. It is used if it is free."""
+"""Prefect's documented port, which users may have bookmarked. A server uses this port if it is free."""
 
 LOG_FILE = "server.log"
 PORT_FILE = "port"
@@ -60,8 +60,8 @@ START_TIMEOUT_S = 180.0
 BUSY_SERVER_S = 10.0
 """Timeout in seconds of a health check, if the process that keeps the server is known to live."""
 JOIN_TIMEOUT_S = 120.0
-"""Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts, which take a minute
-on a busy machine."""
+"""Timeout for taking start.lock. Another process may hold start.lock during a stop or a few failing starts, which take
+a minute on a busy machine."""
 LOOK_S = 1.0
 """Seconds between two checks that the server lives. The interval must be short, because Prefect's runner stops polling
 for cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
@@ -72,8 +72,8 @@ ROOT = Path(__file__).absolute().parents[2]
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
-"""Program of the keeper. It adds the package's folder to sys.path, because the package may not be installed. The folder
-is the last entry, so that no other module is hidden."""
+"""Program of the keeper. The program adds the package's folder to sys.path, because the package may not be installed.
+The folder is the last entry of sys.path, so that it hides no other module."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
 """Prefect stores INFO lines of these loggers with the run, if a flow or a task logs the lines."""
@@ -84,8 +84,8 @@ attempts takes one minute, which is too short for an update of a shared server. 
 serving process after three."""
 
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
-"""Environment variable that `prefect_environment` sets together with PREFECT_API_URL. It shows this process and its
-children that this module, and not the user, set PREFECT_API_URL."""
+"""Environment variable that `prefect_environment` sets together with PREFECT_API_URL. The variable shows this process
+and its children that this module, and not the user, set PREFECT_API_URL."""
 
 OF_RUNS = tuple(f"PREFECT_{group}_" for group in ("CLIENT", "FLOWS", "LOGGING", "RESULTS", "RUNNER", "TASKS", "WORKER"))
 """Prefixes of Prefect settings that take effect in commands and runs, but not in the server of a store."""
@@ -112,7 +112,7 @@ class ServerAddress:
     """The server's password, `user:token`. Empty for a server of PREFECT_API_URL, whose password is in the user's
     settings."""
     certificate: Path | None = None
-    """The certificate of a store's own server. Clients verify it before they send the password."""
+    """The certificate of a store's own server. Clients verify the certificate before they send the password."""
 
 
 def local_server(
@@ -189,9 +189,9 @@ def running_server(store: Path) -> ServerAddress | None:
 
 @contextmanager
 def held_server() -> Iterator[None]:
-    """While the block runs, keep the server running that this process's environment names, if it is a store's server.
+    """While the block runs, keep the store's server running whose URL is in this process's environment (if any).
 
-    Used by child processes that may outlive their parent, because the server stops when no process uses it.
+    Child processes that may outlive their parent use this, because the server stops when no process uses the server.
     """
     if OWN_API_URL not in os.environ:
         yield
@@ -243,8 +243,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
 def use_prefect(store: Path, address: ServerAddress) -> None:
     """Set the environment for Prefect's client in this process, and set up Prefect's logging.
 
-    Importing flows sets up the logging, but importing only blocks does not. Python would then print Prefect's warnings
-    on the terminal.
+    Importing flows sets up the logging, but importing only blocks does not. Without Prefect's logging, Python would
+    print Prefect's warnings on the terminal.
     """
     os.environ.update(prefect_environment(store.resolve(), address))
     from prefect.logging.configuration import setup_logging
@@ -262,7 +262,7 @@ def _home(store: Path) -> Path:
 
 
 def _home_environment(home: Path) -> dict[str, str]:
-    """Return variables that set Prefect's home to the store. The user's profiles and settings then have no effect."""
+    """Return variables that set Prefect's home to the store, so that the user's profiles and settings do not apply."""
     return {
         "PREFECT_HOME": str(home),
         "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
@@ -446,8 +446,8 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 
 def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
-    """Start the keeper. It inherits the lock and the listening socket, so that no other process can take the lock or
-    the port meanwhile."""
+    """Start the keeper. The keeper inherits keeper.lock and the listening socket, so that no other process can take the
+    lock or the port meanwhile."""
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
@@ -479,7 +479,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             # Only pages of this server may read its responses. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
-            # By default the slots are in memory: a killed server would lose them, and Prefect would end their runs.
+            # By default, concurrency slots are in memory: a killed server would lose slots, and Prefect end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -512,7 +512,7 @@ def remembered_port(home: Path) -> int:
 
 
 def _listen(port: int, *, preferred: int = 0) -> socket.socket:
-    """Return a listening socket at `port`. For 0: at the preferred port, else the default port, else any free port."""
+    """Return a listening socket at `port`. If `port` is 0, try the preferred port, the default port, any free port."""
     for wanted in [port] if port else filter(None, (preferred, DEFAULT_PORT)):
         try:
             return _bind(wanted)

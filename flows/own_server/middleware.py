@@ -26,7 +26,7 @@ PAUSE_S = 0.1
 
 
 def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
-    """Wrap `app`: a request that it answers with 503 is retried for up to `patience_s`."""
+    """Wrap `app`: for up to `patience_s`, retry a request that `app` answers with 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):

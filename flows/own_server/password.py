@@ -1,4 +1,4 @@
-"""The password of a store's Prefect server. It is generated once, in a file that only the owner can read.
+"""The password of a store's Prefect server, generated once into a file that only the owner can read.
 
 The password keeps other users of the machine, and web pages in the owner's browser, from starting runs. A configuration
 names functions, so a user who can start runs can execute any program as the server's owner.
@@ -23,7 +23,7 @@ def password_file(home: Path) -> Path:
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`. The first call generates it."""
+    """Return the password, `rollouts:<token>`. The first call generates the password."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

@@ -41,8 +41,8 @@ EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """Maximum time that automations, such as notifications, delay an event until its preceding event arrives.
 
 Prefect's default is 15 minutes, because events may arrive out of order at several server processes. A store has only
-one server process, so its events arrive in order. A restarted server does not know earlier events, so that the events
-after them would be delayed for the full time.
+one server process, so its events arrive in order. A restarted server does not know earlier events, so that later
+events would be delayed for the full time.
 """
 
 
@@ -52,7 +52,7 @@ def base_url(port: int) -> str:
 
 
 def api_url(port: int) -> str:
-    """The URL of the server's API for clients. It uses HTTPS, so that clients can verify the server's certificate."""
+    """The URL of the server's API for clients, with HTTPS, so that clients can verify the server's certificate."""
     return f"https://{HOST}:{port}/api"
 
 
@@ -86,7 +86,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])  # without sockets: uvicorn itself accepts only one protocol
+            await super().startup([])  # no sockets, because uvicorn itself accepts only one protocol
             self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
             gc.collect()
             gc.freeze()
@@ -110,7 +110,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
 
 def _stay_on_one_core() -> set[int]:
-    """Bind this process to one core. Returns its former cores (empty on a system without core affinity).
+    """Bind this process to one core. Returns the process's former cores (empty on a system without core affinity).
 
     The migration of a new database has 34,000 statements. Each statement passes from the event loop's thread to
     SQLite's thread and back. The migration takes 6 to 7 s on several cores, but 3 s on one core.
@@ -130,8 +130,8 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process when no process uses the server, or if this function fails, because no other process would end
-    it."""
+    """End this process when no process uses the server. A failed check also ends this process, because no other process
+    would end it."""
     try:
         _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - after any exception, the process must end
