@@ -131,7 +131,7 @@ def is_of_deleted_run(error: Exception) -> bool:
 def call_running(run_id: str) -> None:
     """Set a run back to Running if a user paused it, or if it was marked Crashed because of missing heartbeats.
 
-    A retraining that waits for approval stays paused. If the server does not answer, nothing is changed.
+    A retraining that waits for approval stays paused. If the server does not answer, the state is not changed.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))

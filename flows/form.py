@@ -85,7 +85,7 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """Remove values from a node's form that belong to the tab of another node kind.
+    """Remove values of a node's form that belong to the tab of another kind of node.
 
     Several kinds have fields with the same name, and Prefect's form posts the fields of all tabs that were open. A
     value is removed if it equals another kind's default, and either is empty or comes with fields that only the other

@@ -110,8 +110,8 @@ class LostRuns:
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """Ids of states of ended runs whose jobs this object tried to end. It tries only once, so a user must end the
-        remaining jobs."""
+        """Ids of states of ended runs whose jobs this object tried to end. Each attempt is made only once, so a user
+        must end the remaining jobs."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:

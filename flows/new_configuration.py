@@ -386,7 +386,7 @@ def _node(answers: Answers) -> list[str]:
 def _count(path: str) -> tuple[int, int]:
     """The number of rows of a local file (at most MAX_COUNTED), and the total length of their texts in characters.
 
-    Both are 0 if the file is not on this machine.
+    Returns 0 and 0 for a file that is not on this machine.
     """
     lengths = [_text_length(row) for _, row in islice(load_rows(path), MAX_COUNTED)] if Path(path).exists() else []
     return len(lengths), sum(lengths)

@@ -275,7 +275,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         if machine is None:
             release_unknown(scope, since=began_at)  # machines of earlier attempts stay for a retry
             raise
-        # The machine is kept only if the budget allows more work, and if the run was not cancelled meanwhile.
+        # The machine is kept only if the budget allows more work, and if the run was not cancelled.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
         with uninterrupted():  # a second Ctrl-C must not skip the message that a machine may still be rented
             release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)

@@ -97,7 +97,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
             if (
                 production is not None and row is not None and production.id == row.model_id
-            ):  # False if a user rolled back meanwhile
+            ):  # False after a user's rollback
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
     has_report = (scope.output_dir / "report.html").is_file()
     shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""

@@ -13,7 +13,7 @@ restarts of killed runs (upkeep.py).
                    gpu_slots, named_url
     serving.log    output of this process and its flows
 
-SIGTERM ends this process and its flows, but not the flows' jobs. A later start or Retry of a run attaches to its jobs.
+SIGTERM ends this process and its flows, but not the flows' jobs. A later start or Retry of a run attaches to the jobs.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ schedule or HTTP).
                 evaluate.model and evaluate.against, except for models that a run of the store made
 
 Settings that need trust are marked with their kind (`needs_trust`). Without this check, every user who may start a run
-could call any function of any installed package. Two kinds of values are trusted: values in configurations that were
-given to `rollouts up` in a shell of this machine, and values in the comma-separated list ROLLOUTS_TRUSTED_CODE.
+could call any function of any installed package. A value is trusted if it is in a configuration that was given to
+`rollouts up` in a shell of this machine, or in the comma-separated list ROLLOUTS_TRUSTED_CODE.
 
 Not here: `rollouts run CONFIG`, which trusts the user's configuration; resolving names of functions (rollouts_core).
 """

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def find_damage(stage: Stage) -> str:
     """Describe the first damage in a stage's result.json or checkpoints. Returns "" for an intact or unfinished stage.
 
-    The digests in result.json tell which checkpoints must exist.
+    Every checkpoint that has a digest in result.json must exist.
     """
     directory = RunDirectory(Path(stage.run_dir))
     try:
@@ -49,7 +49,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # The count of damaged-<n> folders is not always a free n: a user may have deleted one of these folders.
+        # If a user has deleted a damaged-<n> folder, the number of these folders may be the n of an existing folder.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:

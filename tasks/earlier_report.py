@@ -4,7 +4,8 @@
     stages/<stage>/                    -> the other data, which the report reads itself
 
 Older versions of rollouts wrote fewer files. The report omits the parts whose files are missing. Not here: the first
-report of a run (report.py). This module must not import prefect.
+report of a run (report.py). This module must not import prefect, because the `rollouts` command imports this module
+before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def render_again(store: Path, run: str) -> Path:
 
     Raises:
         InputError: the run has no readable run.json, or files that the report needs were deleted. The existing report
-            is then kept, because it may still show the content of these files.
+            stays unchanged in this case, because it may still show the content of the deleted files.
     """
     report = load_report_input(store, run)
     if missing := find_missing(report):

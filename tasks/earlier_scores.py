@@ -54,7 +54,7 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # prune may just have removed the folder
-        if own.job.exists() and not own.result.exists():  # another run has started this evaluation meanwhile
+        if own.job.exists() and not own.result.exists():  # another run has just started this evaluation
             return ""
         if not own.result.exists():  # another run may just have written the same result.json
             _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})

@@ -144,7 +144,7 @@ def known_architectures(session: Session, engine: EngineConfig, python: str) -> 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
     """The file that stores the chosen engine and the planned GPUs, for all attempts with these settings."""
-    place = settings.model_dump(mode="json", exclude={"query"})  # a run changes the query, but must find the same file
+    place = settings.model_dump(mode="json", exclude={"query"})  # excluded, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 

@@ -50,7 +50,7 @@ class EnginePlan:
     wanted: EngineInstallation | None = None
     build: EngineBuild | None = None
     is_there: bool = False
-    """Whether an earlier run has already made the installation `wanted`."""
+    """Whether an earlier run has already installed `wanted`."""
 
     def describe(self, engine: EngineConfig) -> str:
         """Text about the installation, for messages. Empty if the engine was installed by the user."""

@@ -3,9 +3,8 @@
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
-The digest is computed from the entity tags of the objects, or from the file list of a manifest. So changed objects are
-downloaded again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not
-on the URL.
+The digest is computed from the entity tags of the objects, or from the file list of a manifest. Changed objects have
+another digest and are downloaded again. The fingerprint of a stage depends on the content of the files, not on the URL.
 
 Not here: the download itself (infra/stores/download.py). This module must not import prefect, because preflight runs
 before Prefect's environment is set.
@@ -156,7 +155,7 @@ def find_origin(path: Path, store: Path) -> str:
         return ""
     try:
         return str(json.loads(_origin_file(root).read_text())["url"])
-    except FileNotFoundError:  # an older version downloaded the input, and kept no URL
+    except FileNotFoundError:  # an older version downloaded the input without saving the URL
         return ""
 
 

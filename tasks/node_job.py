@@ -52,7 +52,7 @@ def job_spec(
         gpus: the job starts when it has locked these GPUs. An RL job and its engines can lock the same GPUs, because
             they have the same fingerprint.
         code_dir: the folder on the node from which the job imports; empty on this machine.
-        known_keys: API keys by environment variable. These variables need not be set in this process.
+        known_keys: API keys by environment variable. The variables of these keys need not be set in this process.
         max_restarts: how often the supervisor restarts the job after a crash.
         lease_s: the job ends after this many seconds without a renewal of its lease; 0 for a job without a lease.
     """

@@ -222,8 +222,8 @@ def with_engines_of_trainer(config: Config) -> Config:
 def check_plugins(stage: Stage) -> None:
     """Raise ConfigError if the user's code or grading models changed since the stage was planned.
 
-    Minutes can pass between planning and training, while engines start. Code that was edited meanwhile would run under
-    the fingerprint of the old code.
+    Minutes can pass between planning and training, while engines start. Code that a user edits in these minutes would
+    run under the fingerprint of the old code.
     """
     if not (planned := stage.job.get("plugin_digest")):
         return

@@ -13,8 +13,8 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
     large     more folders, longest unused first, until the rest fits into `max_bytes`: removed
 
 A run records the use of a folder before it looks for the folder (stage_tasks.py, inputs.py, store_paths.py). Prune
-checks these records again under the ledger's lock, and moves unused folders away under the same lock. So a run finds a
-folder either complete or missing, and creates a missing folder again.
+checks these records again under the ledger's lock, and moves unused folders away under the same lock. A run therefore
+finds a folder either complete or missing, and creates a missing folder again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def plan_prune(
 
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
-    """Remove the planned folders, except folders that a run has begun to use since. Returns the removed folders."""
+    """Remove the folders in the plan, except folders that a run now uses. Returns the removed folders."""
     alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model into its folder
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
     for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):

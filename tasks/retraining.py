@@ -292,7 +292,7 @@ def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], f
     try:
         promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
     except ProductionChangedError:
-        return row  # another retraining has promoted its model meanwhile; the next step compares with that model
+        return row  # another retraining has just promoted its model, to which the next step compares
     return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
 
 

@@ -1,6 +1,6 @@
 """Send the metrics of a training to trackers such as W&B while the training runs.
 
-Each tracker has its own process. So a tracker that fails or hangs is reported, but does not affect the training.
+Each tracker has its own process, so that a tracker that fails or hangs does not affect the training.
 
     metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: next step,
          ^                                                     so that a resumed run sends nothing twice
@@ -94,7 +94,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # so that Ctrl-C does not reach the process
+            start_new_session=True,  # Ctrl-C must not reach the tracker's process
         )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{training.model_dump_json()}\n")  # a job's settings may be too long for the command line

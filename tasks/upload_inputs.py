@@ -238,7 +238,7 @@ class NodeInputs:
             if missing := [name for name, file in files.items() if file not in keys]:
                 raise StoreUnavailableError(f"{missing[0]} is not in the object store")
             named = {name: keys[file] for name, file in files.items()}
-            self._may_fetch = False  # stays False if the download fails, so that later inputs do not wait again
+            self._may_fetch = False  # remains False if this download fails, so that later inputs are not delayed
             num_bytes = fetch_on_node(self._session, origin, named, files, folder)
             self._may_fetch = True
         except InfraError as error:
@@ -251,7 +251,7 @@ class NodeInputs:
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     """Upload the stage's files if another node has trained further than this node, so that the job resumes from there.
 
-    All files of the job on this node are replaced. Otherwise steps that both nodes trained would exist in two versions.
+    All files of the job on this node are replaced, so that no step that both nodes trained exists in two versions.
 
     Args:
         mirror: the stage's directory on this machine.

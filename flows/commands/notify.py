@@ -90,7 +90,7 @@ EARLIER_BODIES = (
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
     BODY.replace(MENTIONS, ""),
 )
-"""Message texts of earlier versions. An automation with any other text was changed by the user."""
+"""Message texts of earlier versions. If an automation has another text, the user has changed the text."""
 FIRST_MESSAGE = "From now on you get a message here when a run is {states}."
 
 
@@ -325,7 +325,7 @@ def _tell(automation: Automation, subject: str, body: str) -> None:
 
 
 def remove_notification(address: ServerAddress, name: str) -> None:
-    """Delete a receiver's automation. Also delete the receiver's block, if this command created the block.
+    """Delete a receiver's automation, and the receiver's block if this command created the block.
 
     Raises:
         ConfigError: no automation sends messages to this receiver.

@@ -120,8 +120,8 @@ def local_server(
 ) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` runs.
 
-    A running server of this store is joined, with any port. A killed server is restarted on its port, even during the
-    block. The server stops about two seconds after the last process that uses it left the block or died. If
+    A running server of this store is joined, with any port. While the block runs, a killed server is restarted on its
+    port. The server stops about two seconds after the last process that uses it left the block or died. If
     PREFECT_API_URL is set, the server at that URL is used, and no server is started.
 
     Args:
@@ -394,7 +394,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # A dead keeper may have left server.json, and another program may use its port. So check the keeper, too.
+        # A dead keeper may have left server.json, and another program may use that port, so the keeper is checked, too.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)

@@ -2,7 +2,7 @@
 
 SQLite refuses a transaction that wants to write while another transaction writes. Prefect's server then answers 503
 without changing anything. Prefect's clients retry, but the UI does not, and the user loses the input of a form.
-Therefore the first middleware retries the request. The error: https://www.sqlite.org/rescode.html#busy
+Therefore the first middleware retries requests that were answered with 503. The error: https://www.sqlite.org/rescode.html#busy
 
 The UI's login page contacts a service for usage statistics even if analytics are off, because the UI reads this setting
 only after the login. The second middleware adds a Content-Security-Policy, with which browsers refuse such requests.
