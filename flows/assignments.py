@@ -47,7 +47,7 @@ def assign(
 
     Args:
         assignment: `key=value`, with the setting's dotted name as the key.
-        resolve: makes the paths in tables absolute. Its argument contains only the assigned setting.
+        resolve: makes the paths in tables absolute. It is called with tables that contain only the assigned setting.
 
     Raises:
         ConfigError: the assignment has another form, or a section in its key is a value, not a table.

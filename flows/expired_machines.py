@@ -27,7 +27,7 @@ from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
-"""How long to wait for an ended machine to disappear at the provider. After this time, the next check looks again."""
+"""How long to wait for an ended machine to disappear at the provider. After this time, the next check handles it."""
 LATE_S = 24 * 3600.0
 """Seconds for which the machine of an abandoned request is searched, because a provider may create it late."""
 SPARE = "--spare"

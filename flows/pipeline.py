@@ -110,7 +110,7 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
         local = prepare(config, node, run, scope)
         data = (
             digest_sources(watched_sources(config, ())) if run.register_as else {}
-        )  # taken now, because the data may change during the training
+        )  # computed now, because the data may change during the training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
@@ -262,7 +262,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         machine = provision(settings, scope)
         yield machine
     except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C came just before the block
-        with noted_interrupts() as is_impatient:  # without a Prefect task, because the flow run is ending
+        with noted_interrupts() as is_impatient:  # this is no Prefect task, because the flow run is ending
             release_whatever(machine, scope, is_impatient)
         if is_impatient() and machine is not None and machine.is_rented:
             release_beside(settings, scope)

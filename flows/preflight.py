@@ -99,7 +99,7 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
     draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # already a mistake if the mode needs the file
+            if given == "":  # a needed file without a path is a mistake already
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -146,7 +146,7 @@ def _choose_on_node(
 ) -> tuple[Config, list[GpuState]]:
     """Choose the engine and the GPU placement as a run would choose them now.
 
-    Returns the configuration with the choices, and the known GPUs of the node. Adds findings about the choices.
+    Returns the configuration with the choices, and the known GPUs of the node. Adds the choices to `findings`.
     """
     kept = with_kept_choice(config, settings, store)
     node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
@@ -222,7 +222,7 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 
 
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
-    """Check the node, and describe it. For a rented node, describe the current offers."""
+    """Check the node. Returns findings about the node, or about the current offers if the node is rented."""
     findings: list[str] = []
     if isinstance(settings, RentedNode):  # the other checks need a machine, and renting one costs money
         size = find_model_size(config.model)
@@ -646,7 +646,7 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
 
 
 MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
-    "/model_info": lambda answer: answer["model_path"],  # path of the embedded engine and SGLang
+    "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang use this path
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
 """URL paths at which engines report the folder of their model, with a function that reads the folder from the JSON."""

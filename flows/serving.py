@@ -119,7 +119,7 @@ async def _serve(store: Path) -> None:
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
     deployments: set[UUID] = set()
-    await Credentials.register_type_and_schema()  # so that users can create such blocks in the UI
+    await Credentials.register_type_and_schema()  # lets users create credentials in the UI
     await _register(runner, tools, store, served, deployments)
     running = [asyncio.create_task(each.start()) for each in (runner, tools)]
     while not (runner.started and tools.started) and not _has_ended(running):

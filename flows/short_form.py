@@ -141,7 +141,7 @@ def tables_of(values: Values) -> Tables:
     _merge(tables, more)
     kind = _find(tables, FIELDS["node"].setting)
     if kind != "rented" and _find(more, FIELDS[BUDGET].setting) is None:
-        _take(tables, FIELDS[BUDGET].setting)  # other nodes cost nothing
+        _take(tables, FIELDS[BUDGET].setting)  # nodes of other kinds cost nothing
     return tables
 
 

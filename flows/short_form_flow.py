@@ -185,6 +185,6 @@ def _offered_values() -> Values:
     """The default values in the run's deployment ({} without a deployment). The user has changed all other values."""
     if deployment.id is None:
         return {}
-    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # deleted after the run's start
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # the deployment may be deleted
         return client.read_deployment(UUID(str(deployment.id))).parameters
     return {}

@@ -30,7 +30,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     Args:
         deployments: ids of the deployments that this process serves. The caller may add ids later.
 
-    The call imports Prefect, which reads the server's address from the environment. Set the environment before it.
+    Prefect, which this function imports, reads the server's address from the environment, so set the environment first.
     """
     from rollouts.flows.expired_machines import end_expired
     from rollouts.flows.lost_runs import LostRuns
@@ -38,7 +38,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     lost, end = (
         LostRuns(store, deployments),
         partial(asyncio.to_thread, end_expired, store),
-    )  # in a thread, because providers may answer slowly
+    )  # runs in a thread, because providers may answer slowly
     async with asyncio.TaskGroup() as both:
         both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
         both.create_task(again_and_again(end, interval_s=EXPIRED_S))

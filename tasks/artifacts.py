@@ -38,7 +38,7 @@ def is_finished(stage: Stage) -> bool:
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Describes the damage, or returns "".
+    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Returns the damage in words, or "".
 
     The moved files are result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes
     from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
@@ -76,7 +76,7 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
     try:
         result = directory.read_result()
         entries = [] if result is None else result.get("checkpoints", [])
-        # Entries without a digest are scores of an evaluation, not checkpoints.
+        # Entries of result.json without a digest are scores of an evaluation, not checkpoints.
         digests = {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
         others = [name for name in digests if not STEP_NAME.fullmatch(name)]
     except FileNotFoundError:  # another run has just moved result.json to damaged-<n>/

@@ -54,7 +54,7 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
     def look() -> None:
         if not is_stopped.is_set() and time.time() < end_of_work(node, scope, began_at):
             return
-        is_stopped.set()  # never cleared, so that a stage that starts later is cancelled, too
+        is_stopped.set()  # the event is never cleared, so that a stage that starts later is cancelled, too
         try:
             cancel_jobs(node, scope)
         except InfraError as error:

@@ -71,7 +71,7 @@ def _write_record(
 ) -> None:
     """Write the files that the evaluation would write. result.json comes last, because it marks the stage finished."""
     entries = []
-    estimates = estimate_means([score.entry["scores"] for score in scores])  # the same method for all intervals
+    estimates = estimate_means([score.entry["scores"] for score in scores])  # one method for all intervals
     for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
         entries.append({**score.entry, "name": model.name, "step": model.step, **asdict(estimate)})
         samples = own.samples / f"{model.name}.jsonl"

@@ -54,7 +54,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
-        claim_stage(rl, scope, node, ledger)  # before an engine loads its model, because a claim can fail
+        claim_stage(rl, scope, node, ledger)  # a claim can fail, so it precedes the loading of the model
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         started = start_engine(session, rl, wanted_port, scope, node, index, say=progress.say)
@@ -226,7 +226,7 @@ def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, ind
 
 def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: Stage, node: Node) -> bool:
     """True if an RL stage may have failed only because an engine ended after its lease had lapsed."""
-    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # the longest wait of an RL job for an engine
+    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL job waits this long for an engine
     for each, engine in zip(kept, engines, strict=True):
         with suppress(InfraError), open_session(node.named(engine.node)) as session:
             if each.has_lapsed_within(waited_s, session):

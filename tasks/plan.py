@@ -119,7 +119,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=0.0,  # no time limit, because later attempts of the RL stage may use the same engine
+        timeout_s=0.0,  # an engine has no time limit, because later attempts of the RL stage may use it
     )
 
 
@@ -206,7 +206,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=rows,
-        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled.engine` is the evaluation's
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # the engine is in `sampled`
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=plugin_digest(sampled),

@@ -230,7 +230,7 @@ def _read_json(path: Path) -> Any:  # Any: JSON
 def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:
     """The time of each folder's last use, in seconds since 1970. A change of the folder counts as a use."""
     uses: dict[str, float] = {}
-    for use in ledger.stage_uses():  # oldest first, so a later use replaces an earlier use
+    for use in ledger.stage_uses():  # uses are listed oldest first, so a later use replaces an earlier use
         uses[f"{STAGES}/{use.stage}"] = uses[f"{RUNS}/{use.run}"] = use.used_at
     return {place: max(uses.get(place, 0.0), *_changed_at(store / place)) for place in places}
 

@@ -321,7 +321,7 @@ def stop_leased_jobs(
     given_up = GivenUp()
     max_grace_s = longest_grace_s(node, scope)
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # ends a training before its engines
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training ends before its engines
             ledger.drop_claim(lease.run_dir, scope.run_id)
             if not lease.is_started:
                 continue

@@ -199,7 +199,7 @@ class NodeInputs:
             TransientInfraError: the input was edited during the upload.
         """
         path = Path(given)
-        if not path.exists():  # the name of a model or dataset on a hub
+        if not path.exists():  # `given` is the name of a model or dataset on a hub
             return given
         below = files_below(path, path.name)
         wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]

@@ -181,7 +181,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     """Send a test message, and create the automation that sends a message whenever a run enters one of the states.
 
     Raises:
-        ConfigError: the block does not exist, or the test message could not be sent. No automation is changed then.
+        ConfigError: the block does not exist, or the test message could not be sent. Prefect is then unchanged.
     """
     from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
 

@@ -259,7 +259,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     if steps:
         return steps[max(steps)]
     if answers:
-        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # the answers of the last evaluated model
+        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # of the last evaluated model
     raise InputError(f"{uses[0].run} has no samples yet: RL writes them at each step, and the evaluation at the end")
 
 

@@ -218,7 +218,7 @@ def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> s
     """Example requests for the server. The requests name the environment variable of the key, but not the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
-    shown = json.dumps(name, ensure_ascii=False)  # quoted for JSON and Python: a folder's name may have quotes
+    shown = json.dumps(name, ensure_ascii=False)  # for JSON and Python: a folder's name may have quotes
     body = f'{{"model": {shown}, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = 'os.environ["ROLLOUTS_API_KEY"]' if has_key else '"none"'
     python = [

@@ -366,7 +366,7 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Take a shared lock on users.lock. The server runs while any process holds it. Call this with start.lock held."""
+    """Take a shared lock on users.lock. The server runs while any process holds it. The caller must hold start.lock."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
     # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"
@@ -428,7 +428,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
-    """Take keeper.lock and return its file descriptor (None if a keeper lives). Call this with start.lock held."""
+    """Take keeper.lock and return its file descriptor (None if a keeper lives). The caller must hold start.lock."""
     keeper_lock = open_lock(home / "keeper.lock")
     if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
@@ -478,7 +478,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
             # Only pages of this server may read its responses. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
-            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
+            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # links in notifications use this URL
             # By default, concurrency slots are in memory: a killed server would lose slots, and Prefect end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.

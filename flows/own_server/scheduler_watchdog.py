@@ -50,11 +50,11 @@ class SchedulerWatchdog:
 
     @property
     def has_stopped(self) -> bool:
-        """True if the task `beat` has not run for STANDSTILL_S seconds. Other threads may read this."""
+        """True if the task `beat` has not run for STANDSTILL_S seconds. Other threads may read this property."""
         return self._beat_at is not None and time.monotonic() - self._beat_at > STANDSTILL_S
 
     def describe(self) -> str:
-        """A line per task of the event loop, with the source lines at which it waits. Other threads may call this."""
+        """A line per task of the event loop, with the source lines at which it waits. Callable from other threads."""
         tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
         return "\n".join(f"{task.get_name()}: {' > '.join(_places(task.get_coro()))}" for task in tasks)
 

@@ -162,7 +162,7 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
         if not try_lock(users_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
         elif time.monotonic() - used_at > UNUSED_S:
-            return  # keeps start.lock until this process is gone
+            return  # start.lock stays locked until this process is gone
         else:
             fcntl.flock(users_lock, fcntl.LOCK_UN)
         fcntl.flock(start_lock, fcntl.LOCK_UN)
