@@ -311,7 +311,7 @@ def parse_pipeline(
     """The pipeline that a file's content describes. Relative paths start in the folder of `path`.
 
     Args:
-        assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
+        assignments: `key=value` each; they replace settings of the file.
 
     Raises:
         ConfigError: the settings have mistakes. The error has a line per mistake, with file, key and remedy.

@@ -88,7 +88,7 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
     """Read a configuration file. If the file has invalid settings, also check the data files in its other settings.
 
     Args:
-        assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
+        assignments: `key=value` each; they replace settings of the file.
         reads_rows: if settings are invalid, also check models and rows, which loads torch. Without this check, a
             misspelt key is reported within a second.
 

@@ -115,7 +115,6 @@ def find_named_run(store: Path, given: str) -> list[StageUse]:
 
 
 def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
-    """The path of a run's report."""
     return store / "runs" / uses[0].run / "report.html"
 
 

@@ -23,7 +23,7 @@ from rollouts_core.run_directory import RunDirectory
 MAX_COMPARED = 50
 """An unfinished stage is compared with at most this many finished stages, the newest ones."""
 MAX_DIFFERENCES = 4
-"""A finished stage that differs in more settings or inputs is not similar enough to be mentioned."""
+"""A finished stage that differs in more than this many settings or inputs is not mentioned as similar."""
 CONTENTS = {
     "model.digest": "the start model",
     "data": "the demonstrations",
@@ -56,7 +56,7 @@ def describe_difference(stage: Stage) -> str:
 def find_shorter(stage: Stage) -> str:
     """The directory name of the newest finished training that this stage would repeat with more steps, or "".
 
-    The finished training has fewer steps. Other settings may differ only if a resumed training may change them.
+    Other settings may differ only if a resumed training may change them.
     """
     job = job_type(stage.kind).model_validate(stage.job)
     wanted, free = flat_settings(job), _free_settings(job)

@@ -179,7 +179,7 @@ class KeptEngine:
                 self._say(f"{self._engine.url} could not be started: {error}")
 
     def has_lapsed_within(self, seconds: float, session: Session) -> bool:
-        """True if the engine was restarted within the last `seconds`, or if it ended with a status of `has_lapsed`."""
+        """True if the engine was restarted within the last `seconds`, or if `has_lapsed` is true for its status."""
         if time.monotonic() - self._relaunched_at < seconds:
             return True
         status = job_status(session, self._engine.run_dir)

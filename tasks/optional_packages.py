@@ -33,9 +33,7 @@ class OptionalPackage:
     """A package that only some settings need, for example peft for LoRA."""
 
     module: str
-    """The module to import."""
     distribution: str
-    """The distribution to install."""
     extra: str = ""
     """The extra of this project (`pip install rollouts[<extra>]`) that includes the package. Empty without an extra."""
     instead: str = ""

@@ -246,7 +246,7 @@ def _changed_at(path: Path) -> list[float]:
 
 
 def _removable(path: Path) -> list[Path]:
-    """The folders to remove for a path: of a run's folder only the checkpoints, otherwise the path itself."""
+    """The folders that prune removes for a path: only the checkpoints of a run's folder, or the path itself."""
     if path.parent.name != RUNS:
         return [path]
     return [each for each in sorted(path.glob("*checkpoint*")) if _is_own_folder(each)]

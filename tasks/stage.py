@@ -295,7 +295,7 @@ class GivenUp:
     ended: dict[str, str] = field(default_factory=dict)
     """Cancelled jobs, each with a phrase about its last saved step for messages."""
     still_saving: list[str] = field(default_factory=list)
-    """Cancelled jobs that are still saving, and that end by themselves. The caller no longer waits for them."""
+    """Cancelled jobs that save and end by themselves, because the caller stopped waiting."""
     left_to_runs: list[str] = field(default_factory=list)
     """Running jobs that other runs of this store use."""
     left_to_stores: list[str] = field(default_factory=list)

@@ -62,7 +62,7 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
     """Let the remote machine that made the final checkpoint upload it to the object store.
 
-    An upload from that machine is often faster than from this machine. A failure is only reported, because
+    An upload from the remote machine is often faster than from this machine. A failure is only reported, because
     `publish_results` uploads all missing files.
 
     Args:

@@ -309,7 +309,7 @@ def _versions_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int] | Non
 def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int] | None], folder: str) -> None:
     """Raise TransientInfraError and remove the uploaded folder if a file was edited during the upload.
 
-    The folder's name is the digest of the files before the edit, and later runs would trust this name.
+    The folder's name is the digest of the files before the edit, so later runs would use the edited files by mistake.
 
     Args:
         before: the versions of the files before the upload (`_versions_of`).

@@ -76,7 +76,7 @@ def _lines() -> Iterator[str]:
     """Read the lines of standard input. On a terminal, print "> " before each line."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a line may not be UTF-8
+        sys.stdin.reconfigure(errors="replace")  # input may contain bytes that are not UTF-8
     while True:
         try:
             line = input("> ") if is_terminal else sys.stdin.readline()
@@ -153,7 +153,7 @@ async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> N
 
 
 async def _say(line: str, settings: Settings, talker: Talker, parts: asyncio.Queue[str | None]) -> None:
-    """Put the pieces of a model's answer into a queue at once, and the whole answer into the model's conversation."""
+    """Put each new piece of a model's answer into a queue, and the whole answer into the model's conversation."""
     asked: list[Message] = [*talker.messages, {"role": "user", "content": line}]
     system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
     sampling = {

@@ -109,7 +109,6 @@ def changed_settings(store: Path, name: str) -> dict[str, Any]:  # Any: JSON
 
 
 def page_name(names: Sequence[str]) -> str:
-    """The file name of a comparison's page."""
     whole = "_".join(names)
     if len(whole) <= MAX_NAME_CHARS:
         return f"{whole}.html"

@@ -87,5 +87,5 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def unwrapped(docstring: str) -> str:
-    """Join each paragraph of a docstring into one line. Typer's help would keep the docstring's line breaks."""
+    """Join each paragraph of a docstring into one line, because Typer's help keeps line breaks."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))

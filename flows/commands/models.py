@@ -200,7 +200,6 @@ def only_line(ledger: Ledger, line: str) -> str:
 
 
 def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Model | None]) -> str:
-    """Format the models as a table."""
     head = ("NAME", "ID", "ALIASES", "SCORE", "AGAINST", "MADE (UTC)", "CHECKPOINT")
     rows = []
     for model in every:
@@ -218,7 +217,6 @@ def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Mo
 
 
 def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) -> list[str]:
-    """The aliases of a model."""
     return sorted(alias.value for (line, alias), each in aliases.items() if line == model.line and each == model)
 
 

@@ -253,7 +253,6 @@ def use_prefect(store: Path, address: ServerAddress) -> None:
 
 
 def run_url(address: ServerAddress, flow_run_id: str) -> str:
-    """Return the URL of a flow run's page."""
     return f"{address.ui_url}/runs/flow-run/{flow_run_id}"
 
 
