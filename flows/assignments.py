@@ -1,4 +1,4 @@
-"""Settings on the command line, such as training.rl.num_steps=10: parse them, and set them in a configuration's tables.
+"""Parse settings on the command line, such as training.rl.num_steps=10, and set them in a configuration's tables.
 
 Not here: reading a file (form.py), replacing parameters of a deployment (deployments.py).
 """
@@ -22,7 +22,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def is_assignment(text: str) -> bool:
-    """True if an argument begins with a name and an equals sign. A path with such a name must begin with `./`."""
+    """True if an argument begins with a name and an equals sign. A path such as a=b.toml must be written ./a=b.toml."""
     return ASSIGNMENT.match(text) is not None
 
 
@@ -47,7 +47,7 @@ def assign(
 
     Args:
         assignment: `key=value`, with the setting's dotted name as the key.
-        resolve: makes paths in the given tables absolute. The tables contain only this setting.
+        resolve: makes the paths in tables absolute. It is called with tables that contain only the assigned setting.
 
     Raises:
         ConfigError: the assignment has another form, or a section in its key is a value, not a table.
@@ -57,7 +57,7 @@ def assign(
         raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
     node = settings.get("node")
     if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
-        settings["node"] = {}  # settings of the former kind do not fit the new kind
+        settings["node"] = {}  # settings of the former kind of node do not fit the new kind
     *sections, last = key.split(".")
     section = settings
     for name in sections:

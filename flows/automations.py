@@ -96,7 +96,7 @@ def render_automation(after_minutes: int) -> Automation:
             **EACH_RUN_OF_OURS,
             "posture": "Proactive",
             "after": ["prefect.flow-run.heartbeat"],
-            "expect": ["prefect.flow-run.*"],  # the next heartbeat, or a change of the run's state
+            "expect": ["prefect.flow-run.*"],  # expects the next heartbeat, or a change of the run's state
             "within": 60 * after_minutes,
         },
         "actions": [

@@ -7,11 +7,11 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
 
 A SIGTERM in any other state does not cancel a run: its jobs go on, and the run's next start attaches to the jobs.
 
-Each run's process also polls its own state, for two reasons. A run of `rollouts run` has no serving process, so Cancel
-must have the effect of Ctrl-C. A serving process stops polling permanently after the server refused it for some
-seconds, so its runs must end themselves.
+Each run's process also polls the run's state, for two reasons. A run of `rollouts run` has no serving process, so
+Cancel must have the effect of Ctrl-C. A serving process stops polling permanently after the server refused requests for
+some seconds, so the runs that it started must end themselves.
 
-A user or a program may also set another state while the run's process is alive. The process learns it by polling:
+A user or a program may also set another state while the run's process is alive. The process reads the state by polling:
 
     Cancelled, Failed, Completed  ──> the process releases its resources and ends; the state stays
     Crashed                       ──> the process ends, and its jobs go on
@@ -124,14 +124,14 @@ def was_ended_by_state() -> bool:
 
 
 def is_of_deleted_run(error: Exception) -> bool:
-    """Whether the error means that the run was deleted in Prefect. A 404 of a proxy has another message."""
+    """Whether the error means that the run was deleted in Prefect. A proxy's 404 error does not mention a flow run."""
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
 
 
 def call_running(run_id: str) -> None:
     """Set a run back to Running if a user paused it, or if it was marked Crashed because of missing heartbeats.
 
-    A retraining that waits for approval stays paused. If the server does not answer, nothing is changed.
+    A retraining that waits for approval stays paused. If the server does not answer, the state is not changed.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))
@@ -154,7 +154,7 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
     def look() -> None:
         nonlocal asked_at, is_told
         if is_told:
-            return  # a second signal would interrupt the cleanup after the first one
+            return  # a second signal would interrupt the cleanup that the first signal started
         wish = read_wish(run_id)
         if wish is Wish.GO_ON:
             asked_at = None
@@ -257,7 +257,7 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
 def release_without_settings(run_id: str, store: Path) -> str:
     """Release the local jobs and the rented machines of a run whose settings are lost.
 
-    The run's leases on jobs of other machines stay. Returns a sentence about the actions.
+    The run's leases on jobs of other machines stay in the ledger. Returns a sentence about the actions.
     """
     scope = RunScope(run_id=run_id, run_name=run_id, store=str(store))
     here = provision_node(LocalNode(), store)
@@ -306,7 +306,10 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
 
 
 def main() -> None:
-    """Release the jobs and machines of the run on the command line. Meanwhile the run counts as alive."""
+    """Release the jobs and machines of the run that the command line describes (`HeldByRun` as JSON).
+
+    During the release, the run counts as alive.
+    """
     held = HeldByRun.model_validate_json(sys.argv[1])
     with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
         sys.stdout.write(release_leases(held))

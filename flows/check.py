@@ -5,7 +5,7 @@ Not here: the checks (preflight.py). `rollouts run` checks its settings before i
     settings ──stdin──> python -m rollouts.flows.check ──> progress of long checks, then the findings;
                                                            exit code 2 and a line per mistake
 
-The checks load torch and transformers. They run in a child process, so that the run's process needs little memory.
+The checks load torch and transformers, so they run in a child process to save memory in the run's process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `rollouts` command: its subcommands, and the functions of those that run or check a pipeline.
+"""The `rollouts` command: a list of its subcommands, and the functions of subcommands that run or check a pipeline.
 
 Not here: the stages of a pipeline (pipeline.py), the Prefect server (own_server/), reading a configuration (form.py).
 
@@ -173,7 +173,7 @@ def load_chosen(
     """Load the pipeline of a configuration file or of a preset, with the settings on the command line.
 
     Args:
-        reads_rows: as in `load_checkable`.
+        reads_rows: if settings are invalid, also check models and rows, which loads torch.
     """
     if preset:
         return load_preset(preset, arguments or [])
@@ -417,7 +417,7 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
 
 
 def own_command() -> str:
-    """The command to print in hints: `rollouts` if the shell finds this program by that name, else its path."""
+    """The command to print in hints: `rollouts` if the shell finds this program by that name, else its full path."""
     found = shutil.which("rollouts")
     is_on_path = found is not None and Path(found).resolve() == Path(sys.argv[0]).resolve()
     return "rollouts" if is_on_path else sys.argv[0]

@@ -1,6 +1,6 @@
-"""Start the `rollouts` command. Ctrl-C during its imports, which take a second, prints no traceback.
+"""Start the `rollouts` command. The command's imports take a second, and Ctrl-C during this time prints no traceback.
 
-`rollouts --help` starts without these imports (overview.py).
+`rollouts --help` starts without importing the commands (overview.py).
 
 Not here: the commands (cli.py).
 """
@@ -29,7 +29,7 @@ def run_status() -> None:
     from rollouts_core.system.utf8 import ensure_utf8
 
     ensure_utf8()
-    logging.raiseExceptions = False  # as in cli.py, for all other commands
+    logging.raiseExceptions = False  # no traceback if a log line cannot be sent
     app = create_app()
     app.command()(explained(status))
     app()

@@ -72,7 +72,7 @@ class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields()))
 
 
 FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items() if field.annotation is SecretStr}
-"""The block's field by the name of its environment variable."""
+"""The fields of the block, by the names of their environment variables."""
 
 
 def take_credentials(name: str) -> None:
@@ -142,7 +142,7 @@ def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) 
 
     Raises:
         ConfigError: no credentials have this name, or a variable in the credentials is not allowed.
-        TransientInfraError: the child process failed. The message has the last line of its output.
+        TransientInfraError: the child process failed. The error has the last line of the child's output.
     """
     environment = {**os.environ, **variables_of(name)}
     command = [sys.executable, "-P", "-m", module, *arguments]

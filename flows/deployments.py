@@ -54,8 +54,8 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """Schedule of the deployment, as the fields of ScheduleConfig."""
     offered_at: float = 0.0
-    """When `rollouts up CONFIG` last wrote the deployment, in seconds since 1970. Each call changes the digest, so that
-    the deployment is registered again, even if a user deleted it in Prefect."""
+    """When `rollouts up CONFIG` last wrote the deployment, in seconds since 1970. A new time changes the digest, so
+    that the deployment is registered again, even if a user deleted it in Prefect."""
     code_folders: tuple[str, ...] = ()
     """Folders from which runs import the user's modules: the configuration's folder, and the current folder of
     `rollouts up`."""
@@ -67,7 +67,7 @@ class Deployment:
 
     @property
     def python_flow(self) -> str:
-        """The key of the flow function. It differs from the flow's name in Prefect only for the short form."""
+        """The key of the flow function. The key differs from the flow's name in Prefect only for the short form."""
         return SHORT_FORM if self.is_short else self.flow
 
     @property
@@ -87,7 +87,7 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
 
     Args:
         folder: relative paths of data in the presets start here.
-        quickstart: the same for the preset quickstart.
+        quickstart: relative paths of data in the preset quickstart start here.
     """
     made = []
     for path in sorted(PRESETS.glob("*.toml")):
@@ -142,7 +142,7 @@ def deployments_of(path: Path) -> list[Deployment]:
 
 
 def check_names(deployments: Iterable[Deployment]) -> None:
-    """Raise ConfigError if two deployments have the same name. The second one would replace the first one."""
+    """Raise ConfigError if two deployments have the same name, because the second would replace the first."""
     names = [each.name for each in deployments]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
@@ -156,10 +156,10 @@ def retraining_name(name: str) -> str:
 
 
 def offered_name(store: Path, name: str) -> str:
-    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is added.
+    """The name in Prefect of the store's deployment `name`. At a server of PREFECT_API_URL, the store's id is appended.
 
-    Without the id, two stores on one server could have deployments with equal names, and would execute each other's
-    runs.
+    Without the store's id, two stores on one server could have deployments with equal names, and would execute each
+    other's runs.
     """
     if not named_url():
         return name
@@ -242,7 +242,7 @@ def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
 
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """The parameters with the current path of the store. The store may have been moved since they were saved."""
+    """The parameters with the current path of the store, because a user may have moved the store."""
     if is_short(parameters):
         return with_named_store(parameters, store.resolve())
     return {
@@ -252,7 +252,7 @@ def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 TABLES_OF_FLOWS = {"retrain": RETRAIN_FLOW, "evaluate": EVALUATE_FLOW, "schedule": ""}
-"""For each table that only one flow reads, this flow. No flow reads the table `schedule`."""
+"""Tables of a configuration that only one flow reads, each with that flow. No flow reads the table `schedule`."""
 _WHERE_ELSE = {
     "retrain": "but the deployment whose name ends with -retrain has",
     "evaluate": "but the deployment whose name ends with -evaluate has",
@@ -346,8 +346,7 @@ def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:
 
 
 def evaluation_options(run: RunOptions) -> RunOptions:
-    """The options of an evaluation: those of the run, but nothing is published or registered, because an evaluation
-    makes no checkpoint."""
+    """The options of the run, without publishing and registering, because an evaluation makes no checkpoint."""
     cleared = {"fresh": (), "report_to": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
     return run.model_copy(update={"name": evaluation_name(run.name)[-64:].lstrip("._-"), **cleared})
 

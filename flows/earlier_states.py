@@ -1,8 +1,8 @@
 """Avoid delayed notifications after a restart of a shared Prefect server.
 
 Each state change of a run is an event, which refers to the event of the previous state. A restarted server no longer
-knows the previous event, and its automations wait up to 15 minutes for it. Therefore this module sends events with the
-ids of the run's earlier events. Automations ignore these events, because their name and resource are different.
+knows the previous event, so its automations wait up to 15 minutes for that event. Therefore this module sends events
+with the ids of the run's earlier events. These events have another name and resource, so that automations ignore them.
 
     Crashed ── the server restarts ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
                                             the id of Crashed is sent again ──> the waiting events are handled

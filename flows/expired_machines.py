@@ -27,7 +27,7 @@ from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
-"""How long to wait for an ended machine to disappear at the provider. After that, the next check handles it."""
+"""How long to wait for an ended machine to disappear at the provider. After this time, the next check handles it."""
 LATE_S = 24 * 3600.0
 """Seconds for which the machine of an abandoned request is searched, because a provider may create it late."""
 SPARE = "--spare"
@@ -39,8 +39,8 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
     """End rented machines that no run of the store uses, and return the ended machines, the kept machines and failures.
 
     Args:
-        spare: keep machines of killed runs for a restart of the run, until the machines expire. A machine that a
-            failed run keeps (node.keep_on_failure_minutes) is ended after that time, with either value.
+        spare: keep machines of killed runs for a restart of the run, until the machines expire. In any case, a machine
+            that a failed run keeps is ended after node.keep_on_failure_minutes.
         everywhere: ask all providers whose keys are in the environment, even if the ledger has no machine there.
 
     Raises:

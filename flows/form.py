@@ -65,7 +65,7 @@ OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes whose values are paths of files on this machine."""
 FORMER_KEY, FORMER_KINDS = "provider", {"provision": "rented"}
-"""The former name of the setting `node.kind`, and former values of it with the current value."""
+"""The former name of the setting `node.kind`, and its former values, each with the current value."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Matches names that Prefect accepts for blocks, and the empty text, which means no credentials."""
@@ -85,7 +85,7 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """Remove values from a node's form that belong to the tab of another node kind.
+    """Remove values of a node's form that belong to the tab of another kind of node.
 
     Several kinds have fields with the same name, and Prefect's form posts the fields of all tabs that were open. A
     value is removed if it equals another kind's default, and either is empty or comes with fields that only the other
@@ -161,9 +161,9 @@ OTHER_VERSION = (
 )
 
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
-"""The node settings of an existing run. An earlier version may have written them."""
+"""The node settings of an existing run, which an earlier version may have written."""
 FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
-"""A node's settings from Prefect's form. They may contain values of other kinds, which a file must not contain."""
+"""A node's settings from Prefect's form. The form, unlike a file, may also send values of other kinds of node."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
@@ -230,7 +230,7 @@ class Pipeline:
     evaluate: EvaluateConfig | None = None
     """The models to score (None for a pipeline without [evaluate])."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
-    """The file's content. Messages list mistakes in its order."""
+    """The file's content. Messages list mistakes in the order of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ def load_pipeline(path: Path, assignments: Sequence[str] = ()) -> Pipeline:
         assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
 
     Raises:
-        ConfigError: the file has mistakes. The message has a line for each, with the file, the key and the remedy.
+        ConfigError: the file has mistakes. The error has a line per mistake, with the file, the key and the remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = read_draft(path, mistakes, assignments)
@@ -311,10 +311,10 @@ def parse_pipeline(
     """The pipeline that a file's content describes. Relative paths start in the folder of `path`.
 
     Args:
-        assignments: as in `load_pipeline`.
+        assignments: `key=value` each; they replace settings of the file.
 
     Raises:
-        ConfigError: the settings have mistakes. The message has a line for each, with the file, the key and the remedy.
+        ConfigError: the settings have mistakes. The error has a line per mistake, with file, key and remedy.
     """
     mistakes = Mistakes(ConfigError, InputError)
     draft = _read_tables(settings, path, mistakes, assignments)
@@ -323,7 +323,7 @@ def parse_pipeline(
 
 
 def _tables_of(given: Config | Pipeline) -> dict[str, Any]:  # Any: values of settings
-    """Convert the records of a Python file to tables, as a TOML file has them. Functions and objects stay."""
+    """Convert the records of a Python file to tables, as in a TOML file. Functions and objects are not converted."""
 
     def table(record: BaseModel) -> dict[str, Any]:  # Any: values of settings
         values = {name: getattr(record, name) for name in type(record).model_fields if name in record.model_fields_set}
@@ -336,7 +336,7 @@ def _tables_of(given: Config | Pipeline) -> dict[str, Any]:  # Any: values of se
 
 
 def _resolve_tables(tables: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
-    """Make paths in settings of the command line absolute. They are relative to the current folder."""
+    """Make paths in settings of the command line absolute. Relative paths start in the current folder."""
     here = Path.cwd()
 
     def absolute(value: Any) -> Any:  # Any: unchecked input
@@ -581,7 +581,7 @@ def _node_beside(node: NodeSettings, folder: Path) -> NodeSettings:
 
 
 def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
-    """Collect functions of the configuration that jobs cannot import. Jobs run in their own processes."""
+    """Add a mistake for each function of the configuration that jobs, which are other processes, cannot import."""
     rollout = config.rollout
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}

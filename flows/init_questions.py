@@ -70,10 +70,12 @@ def _check_new(path: Path, *, force: bool) -> None:
 
 
 def _answer(given: str, option: str, question: str, check: Callable[[str], str], default: str = "") -> str:
-    """The value of an option or, if it is missing, the user's answer at the terminal. An invalid answer is asked again.
+    """The value of an option, or the user's answer at the terminal if the option is missing.
+
+    An invalid answer repeats the question.
 
     Raises:
-        InputError: the option is invalid, or it is missing, has no default, and there is no terminal.
+        InputError: the option is invalid, or is missing without a default and without a terminal.
     """
     if given or (default and not sys.stdin.isatty()):
         return check(given or default)
@@ -117,7 +119,7 @@ def _ask_files(answers: Answers, given: Mapping[DataName, str]) -> dict[DataName
 
 
 def _ask_machine(answers: Answers, options: InitOptions) -> Answers:
-    """Ask for the machine, and return the answers with it."""
+    """Ask for the machine, and return the answers with the machine."""
     chosen = _answer(options.machine, "--machine", "Machine (this, rented, or user@host)", _check_machine, "this")
     if chosen == "rented":
         given = f"{options.max_usd:g}" if options.max_usd else ""

@@ -7,8 +7,8 @@ Not here: the content of a page (rollouts_core/report/live.py, live_blocks.py), 
     GET /runs/<run>/blocks/<name>   data that the page requests: curves, and samples in blocks of limited size
     GET /runs/<run>/report          the report, after the run has written it
 
-The serving process of `rollouts up`, or `rollouts watch`, serves the pages on loopback. They need the password of the
-store's Prefect server, and cannot change anything. The port stays the same after a restart, so that links stay valid.
+The serving process of `rollouts up`, or `rollouts watch`, serves the pages on loopback. The pages require the password
+of the store's Prefect server and only read the store. A restart keeps the port, so that links stay valid.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def find_live_pages(store: Path) -> LiveAddress | None:
     try:
         state = json.loads((store.resolve() / "prefect" / STATE_FILE).read_text())
         address = LiveAddress(port=state["port"], process=ProcessIdentity(**state["process"]))
-        if not address.process.is_here:  # another program may use the port now
+        if not address.process.is_here:  # the pages are not served here, and another program may use the port
             return None
         socket.create_connection((LOOPBACK, address.port), 1).close()
     except (OSError, ValueError, KeyError, TypeError):
@@ -125,7 +125,7 @@ def live_app(store: Path) -> Starlette:
 
     def respond(page: str, policy: str) -> Response:
         headers = {**common, "Content-Security-Policy": policy}
-        return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
+        return HTMLResponse(page.encode(errors="replace"), headers=headers)  # an unpaired surrogate cannot be encoded
 
     def runs(request: Request) -> Response:
         query, state = (request.query_params.get(name, "") for name in ("q", "state"))
@@ -181,7 +181,7 @@ def _guarded(handler: Callable[[Request], Response], wanted: str) -> Callable[[R
 
 
 def looked_again(render: Callable[[], Made]) -> Made:
-    """Call `render`, and retry if a file vanished meanwhile. RL removes old samples, and `rollouts prune` stages."""
+    """Call `render`, and retry if a file vanished meanwhile, because RL or `rollouts prune` removed old files."""
     for _ in range(MAX_LOOKS - 1):
         with suppress(FileNotFoundError):
             return render()
@@ -207,7 +207,7 @@ def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[Liste
 
 
 def describe_run(store: Path, uses: Sequence[StageUse], living: Collection[str]) -> ListedRun:
-    """A run's line in the list. If another version wrote the run's files, most fields stay empty."""
+    """A run's line in the list. If the run's files cannot be read, most fields of the line stay empty."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(use.began_at for use in uses)))
     key, is_alive = uses[0].run, lives(uses, living)
     try:
@@ -239,7 +239,7 @@ def _listener(port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
-            listener.listen()  # before other processes read the address
+            listener.listen()  # listens before other processes read the address
             return listener
         listener.close()
     raise OSError("no port is free on this machine")

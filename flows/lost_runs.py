@@ -1,7 +1,7 @@
 """Find runs whose process is gone although Prefect shows them as running, and restart runs whose process was killed.
 
 Prefect does not notice that a run's process is gone if the serving process died, too, or if the run's process could not
-report its final state. The run then stays Running, and can be neither retried nor cancelled.
+report its final state. Prefect then shows the run as Running, and the run can be neither retried nor cancelled.
 
     Running    and no process     ->  Crashed; also if the process died before it took its run's lock
     Pending    for minutes        ->  AwaitingRetry, because the process that should start the run is gone
@@ -72,7 +72,7 @@ BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
 AGAIN = "AwaitingRetry"
 NOT_BEGUN = "started again, because the process that should have started it was gone"
 AWAY = timedelta(days=1)
-"""Longest downtime of this machine after which runs that the server marked Crashed meanwhile are restarted."""
+"""Runs that the server marked Crashed while this machine was down are restarted after a downtime of at most this."""
 STARTED_AGAIN = "started again, because its process was killed"
 LOST_SLOT = "Execution was cancelled by the runtime environment."
 """Prefect's state message for a run whose concurrency slot expired because its lease was not renewed in time."""
@@ -82,7 +82,7 @@ NO_DEPLOYMENT = (
 )
 UNREPORTED_S = 90.0
 """A run's process saves its final state in a file and reports it to the server. If the server does not have the state
-after this many seconds, this module reports it. By then, Prefect's client in that process has ended its retries."""
+after this many seconds, this module reports the state. Prefect's client in the run's process retries for less time."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
@@ -95,7 +95,7 @@ def crashed_since(moment: datetime) -> FlowRunFilter:
 
 
 class LostRuns:
-    """Finds and handles lost runs. A run counts as lost if two checks in a row find it in the same state.
+    """Finds and handles lost runs. A run counts as lost if two checks in a row find no process and the same state.
 
     Args:
         deployments: ids of the deployments whose runs this process starts.
@@ -110,8 +110,8 @@ class LostRuns:
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """Ids of states of ended runs whose jobs this object tried to end. The attempt is made only once: a user must
-        end the remaining jobs."""
+        """Ids of states of ended runs whose jobs this object tried to end. Each attempt is made only once, so a user
+        must end the remaining jobs."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
@@ -166,7 +166,7 @@ class LostRuns:
         return [run for run in runs if not await has_deployment(client, run)]
 
     async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
-        """Runs whose process saved a final state that Prefect does not know, with this state.
+        """Runs whose process saved a final state that Prefect does not know, each with the saved state.
 
         Saved states that Prefect knows are deleted.
         """
@@ -270,12 +270,12 @@ async def _give_back(_: PrefectClient, run: FlowRun) -> None:
 
 
 def mark_of_gone(run: FlowRun) -> State:
-    """The state Crashed for a run whose process is gone. Its message tells how to continue the run."""
+    """The state Crashed for a run whose process is gone. The state's message tells how to continue the run."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
-    """Schedule a run again that its serving process did not start. This does not count as a restart."""
+    """Schedule a run again that its serving process did not start. The new start does not count as a restart."""
     if not await has_deployment(client, run):
         await _give_up_retry(client, run)
         return

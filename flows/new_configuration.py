@@ -36,7 +36,7 @@ MAX_COUNTED = 100_000
 MAX_HELD_OUT = 200
 """Maximum number of rows to split off for data.selection, and for data.heldout."""
 HELD_OUT_SHARE = 10
-"""One row in this many is split off for data.selection, and another one for data.heldout."""
+"""One row per this many rows is split off for data.selection, and as many rows are split off for data.heldout."""
 EPOCHS, MIN_STEPS = 3, 20
 CHARS_PER_TOKEN = 4
 """Estimate of the characters per token, used because no tokenizer is loaded here."""
@@ -205,7 +205,10 @@ def _converted(file: DataFile, name: DataName, answers: Answers) -> Iterator[Row
 def _split(
     rows: Sequence[Row], names: Sequence[DataName], taken: set[str], *, source: str
 ) -> tuple[list[Row], dict[DataName, list[Row]]]:
-    """Split rows into training rows and held-out rows for each name. Rows with the same prompt stay together."""
+    """Split rows into training rows and held-out rows for each name.
+
+    If several rows have a held-out prompt, one row is held out and the other rows are dropped.
+    """
     by_key: dict[str, list[Row]] = {}
     for row in rows:
         by_key.setdefault(_key_of(row), []).append(row)
@@ -273,7 +276,7 @@ def _text(value: str) -> str:
 
 
 def _beside(path: str, folder: Path) -> str:
-    """Convert a path relative to the current folder to one relative to `folder`. Hub ids and URLs stay unchanged."""
+    """Convert a path from relative to the current folder to relative to `folder`. Hub ids and URLs stay unchanged."""
     if "://" in path or not Path(path).exists():
         return path
     whole, base = Path(path).resolve(), folder.resolve()
@@ -383,7 +386,7 @@ def _node(answers: Answers) -> list[str]:
 def _count(path: str) -> tuple[int, int]:
     """The number of rows of a local file (at most MAX_COUNTED), and the total length of their texts in characters.
 
-    Both are 0 if the file is not on this machine.
+    Returns 0 and 0 for a file that is not on this machine.
     """
     lengths = [_text_length(row) for _, row in islice(load_rows(path), MAX_COUNTED)] if Path(path).exists() else []
     return len(lengths), sum(lengths)

@@ -6,7 +6,7 @@ Not here: the comparison (rollouts_core/comparison.py), the flow that ends in th
 from rollouts_core.errors import RolloutsError
 
 NO_IMPROVEMENT = "NoImprovement"
-"""Name of the state in Prefect's UI and events. Its type is FAILED."""
+"""Name of the state in Prefect's UI and events. The state's type is FAILED."""
 
 
 class NoImprovementError(RolloutsError):

@@ -6,7 +6,7 @@ Not here: the work of a stage (tasks), requests for runs (form.py, cli.py).
           -> release
 
 Inputs from object stores are downloaded before provision, and results are published after release. A remote machine
-uploads its own files (send) before it is released.
+uploads the final checkpoint itself (send) before the run releases the machine.
 
 When a run finishes, fails, or is interrupted or cancelled, its jobs end and its node is released (cancellation.py). A
 failed run keeps its rented node for `keep_on_failure_minutes`. When a run's process is killed or ended by SIGTERM, its
@@ -110,7 +110,7 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
         local = prepare(config, node, run, scope)
         data = (
             digest_sources(watched_sources(config, ())) if run.register_as else {}
-        )  # digests from before the training
+        )  # computed now, because the data may change during the training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
         with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
@@ -145,15 +145,15 @@ def prepare(
 
 
 def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a stage on the machine, with inference engines if it samples. A stage that an earlier run finished is
-    reused."""
+    """Run a stage on the machine, with inference engines if the stage needs completions. A stage that an earlier run
+    finished is reused."""
     if stage.samples and not is_finished(stage):
         return run_with_engines(machine, scope, stage)
     return run_task(stage, scope, machine)
 
 
 def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
-    """Run a training with its engines. If it fails because an engine's lease expired, restart engines and training."""
+    """Run a training with its engines. If it fails because an engine's lease expired, restart training and engines."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:
@@ -216,7 +216,7 @@ def known_to_live(scope: RunScope) -> Iterator[None]:
     """While the block runs, hold the lock that marks the run as alive, keep the Prefect server running, and end this
     process after Cancel.
 
-    Enter the block before inputs are downloaded. Otherwise a retried run would count as dead during the download.
+    Enter the block before inputs are downloaded. A retried run outside of the block counts as dead.
     Cancel also works without a serving process.
     """
     ended = ended_when_cancelled(scope.run_id, is_served=deployment.id is not None)
@@ -262,7 +262,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         machine = provision(settings, scope)
         yield machine
     except (KeyboardInterrupt, GeneratorExit):  # GeneratorExit: Ctrl-C came just before the block
-        with noted_interrupts() as is_impatient:  # without a Prefect task, because the flow run is ending
+        with noted_interrupts() as is_impatient:  # this is no Prefect task, because the flow run is ending
             release_whatever(machine, scope, is_impatient)
         if is_impatient() and machine is not None and machine.is_rented:
             release_beside(settings, scope)
@@ -275,7 +275,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         if machine is None:
             release_unknown(scope, since=began_at)  # machines of earlier attempts stay for a retry
             raise
-        # The machine is kept only if the budget allows more work, and if the run was not cancelled meanwhile.
+        # The machine is kept only if the budget allows more work, and if the run was not cancelled.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
         with uninterrupted():  # a second Ctrl-C must not skip the message that a machine may still be rented
             release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
@@ -288,7 +288,7 @@ def release_whatever(machine: Node | None, scope: RunScope, is_impatient: Callab
     """Release the machine or, if the run was interrupted while renting, all machines that were rented for the run.
 
     Args:
-        is_impatient: True after a second Ctrl-C: do not wait until a training has saved its last step.
+        is_impatient: returns True after a second Ctrl-C, to stop waiting for a training that saves its last step.
     """
     if machine is None:
         release_unknown(scope)

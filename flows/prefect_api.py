@@ -1,9 +1,9 @@
 """HTTP requests to a Prefect server.
 
 Requests to a store's own server do not import prefect, because the import takes seconds. Requests to a server of
-PREFECT_API_URL use Prefect's client, because it reads the user's settings: the password or key, also from a profile; a
-private certificate authority (PREFECT_API_SSL_CERT_FILE); headers for a proxy (PREFECT_CLIENT_CUSTOM_HEADERS); CSRF
-tokens; and proxies.
+PREFECT_API_URL use Prefect's client, which reads the user's settings for password, key, profile, certificate authority
+(PREFECT_API_SSL_CERT_FILE), proxies and headers (PREFECT_CLIENT_CUSTOM_HEADERS). Prefect's client also sends CSRF
+tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> h
     """Send a request to a store's own server, after its certificate was verified.
 
     A server whose background services hang restarts itself, and drops its open requests. A dropped request is retried
-    once. The server's socket stays open during the restart, so that the retry waits there.
+    once. The server's socket stays open during the restart, so that the retried request waits.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     may_repeat = True
@@ -121,7 +121,7 @@ def request_named(
 ) -> httpx.Response:  # Any: JSON
     """Send a request to the server of PREFECT_API_URL, and return the response, also with an error status.
 
-    This imports Prefect, which then reads its logging settings. Set environment variables before the call.
+    The first call imports Prefect, which reads its logging settings. Set environment variables before the call.
 
     Raises:
         One of FAILURES: the server is unreachable, or Prefect's settings are invalid.
@@ -132,7 +132,7 @@ def request_named(
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        root_settings_context() as context,  # read the environment again, not as at the import
+        root_settings_context() as context,  # reads the environment again, which may have changed since the import
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
     ):
         api = context.settings.api
@@ -146,7 +146,7 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """The error's message. For an untrusted certificate, it names the setting to change."""
+    """The error's message. For an untrusted certificate, the message names the setting to change."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to the certificate of the "

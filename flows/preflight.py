@@ -80,25 +80,26 @@ from rollouts_core.system.private_files import keep_private
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
-"""Size of the test write to the store. It is larger than the steps in which Prefect's database file grows."""
+"""Size of the test write to the store. Prefect's database file grows in smaller steps, so it has room if the test
+succeeds."""
 
 
 def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: bool = False) -> Pipeline:
     """Read a configuration file. If the file has invalid settings, also check the data files in its other settings.
 
     Args:
-        assignments: `key=value` each; they replace settings of the file. The last assignment to a key counts.
-        reads_rows: if settings are invalid, also check models and rows, which loads torch. If False, a misspelt key is
-            reported within a second.
+        assignments: `key=value` each; they replace settings of the file.
+        reads_rows: if settings are invalid, also check models and rows, which loads torch. Without this check, a
+            misspelt key is reported within a second.
 
     Raises:
-        InputError: the file has mistakes. The message has a line for each.
+        InputError: the file has mistakes. The error has a line per mistake.
     """
     mistakes = Mistakes()
     draft = read_draft(path, mistakes, assignments)
     if mistakes and draft.config is not None and not named_urls(draft.config):
         for name, given in draft.config.data:
-            if given == "":  # already a mistake, if the mode needs this file
+            if given == "":  # a needed file without a path is a mistake already
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
@@ -113,7 +114,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     Models and data at URLs are downloaded into the store, because their content can only be checked there.
 
     Raises:
-        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        InputError, PermanentInfraError: there are mistakes. The error has a line per mistake, in the file's order.
         TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     mistakes = _mistakes_of(pipeline)
@@ -145,7 +146,7 @@ def _choose_on_node(
 ) -> tuple[Config, list[GpuState]]:
     """Choose the engine and the GPU placement as a run would choose them now.
 
-    Returns the configuration with the choices, and the known GPUs of the node. Adds findings about the choices.
+    Returns the configuration with the choices, and the known GPUs of the node. Adds the choices to `findings`.
     """
     kept = with_kept_choice(config, settings, store)
     node = None if isinstance(settings, RentedNode) else reach_node(settings, store, findings)
@@ -172,8 +173,8 @@ def _choose_on_node(
 
 
 def _place_on(gpus: Sequence[GpuState], config: Config, findings: list[str]) -> Config:
-    """Plan the placement on these GPUs, and return the configuration with it. Adds the plan, or the reason why no plan
-    fits, to the findings."""
+    """Plan which of these GPUs train and which serve engines. Returns the configuration with this plan, and adds the
+    plan, or the reason why no plan fits, to the findings."""
     try:
         plan = plan_on_gpus(gpus, config, find_model_size(config.model)) if gpus else None
     except ConfigError as error:
@@ -221,7 +222,7 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 
 
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
-    """Check the node, and describe it. For a rented node, describe the current offers."""
+    """Check the node. Returns findings about the node, or about the current offers if the node is rented."""
     findings: list[str] = []
     if isinstance(settings, RentedNode):  # the other checks need a machine, and renting one costs money
         size = find_model_size(config.model)
@@ -260,7 +261,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     """Check an evaluation without scoring any model, and return facts and warnings.
 
     Raises:
-        InputError, PermanentInfraError: there are mistakes. The message has a line for each, in the file's order.
+        InputError, PermanentInfraError: there are mistakes. The error has a line per mistake, in the file's order.
         TransientInfraError: a machine or an object store does not answer, and there are no mistakes.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
@@ -270,7 +271,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         sentence = "an evaluation makes no checkpoint: leave run.publish and run.register_as empty"
         mistakes.note("run", ConfigError(sentence), names_place=True)
     _check_store(store, mistakes)
-    if mistakes.has("run.store"):  # models are looked up in the store
+    if mistakes.has("run.store"):  # the checks below look up models in the store
         mistakes.check()
     with mistakes.at("node"):
         check_copied_packages(pipeline.config, pipeline.node, trains=False)
@@ -405,7 +406,7 @@ def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weigh
 
 
 def check_own_gpus(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if the stages run on this machine and it has fewer GPUs than the settings need."""
+    """Raise ConfigError if the stages run on this machine, but the machine has fewer GPUs than the settings need."""
     ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
     needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
     if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
@@ -423,10 +424,10 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 
 
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if the stages run on this machine and it has less free disk space than they need.
+    """Raise ConfigError if the stages run on this machine, but need more disk space than the machine has free.
 
-    If the store has checkpoints already, no space for further checkpoints is required, because this run may resume from
-    them. Bootstrap checks the space for the other inputs.
+    If the store already has checkpoints, no space for further checkpoints is required, because this run may resume from
+    these checkpoints. Bootstrap checks the space for the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
@@ -439,7 +440,7 @@ def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains
 
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if the node has further machines for training, and the settings do not support this."""
+    """Raise ConfigError if the node has further machines for training, but a training supports only one process."""
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
@@ -452,7 +453,7 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError if engines have their own nodes, and the settings do not support this."""
+    """Raise ConfigError if engines have their own nodes, but other settings do not allow engines there."""
     if not settings_of_engines(node):
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
@@ -539,7 +540,7 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
-    """Raise ConfigError if the run installs a machine's packages, but not a package that the stages need there."""
+    """Raise ConfigError if the run installs packages on a machine, but not a package that the stages need there."""
     for each in (settings, *(settings_of_trainers(settings) if trains else ())):
         if is_installed_by_run(each):
             with as_config_errors():
@@ -547,7 +548,7 @@ def check_copied_packages(config: Config, settings: NodeSettings, *, trains: boo
 
 
 def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError if a machine whose packages the run does not install lacks a package that the stages need."""
+    """Raise ConfigError if a machine lacks a package that the stages need, and the run installs no packages there."""
     if not needed_packages(config, trains=trains):
         return
     places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]
@@ -618,7 +619,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_files(data: DataConfig, mistakes: Mistakes) -> None:
-    """Collect data files that do not exist as mistakes. Names of hub datasets are checked when they are loaded."""
+    """Add a mistake for each missing data file. Names of hub datasets are checked when the datasets are loaded."""
     given = {
         f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
     }
@@ -645,7 +646,7 @@ def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "")
 
 
 MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
-    "/model_info": lambda answer: answer["model_path"],  # path of the embedded engine and SGLang
+    "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang use this path
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
 """URL paths at which engines report the folder of their model, with a function that reads the folder from the JSON."""

@@ -5,8 +5,8 @@ Not here: the order of the steps (tasks/retraining.py), the schedule (schedules.
     new data? -> the stages of `sft-rl`, which also evaluate production -> registry: candidate -> promote | reject
                                                                                         \\-> a user is asked
 
-A run that waits for approval has no process and no machine. The user's answer starts the run again. It then reuses its
-finished stages, as after Retry.
+A run that waits for approval has no process and no machine. The user's answer starts the run again. The run then reuses
+its finished stages, as after Retry.
 """
 
 # No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
@@ -97,7 +97,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
             if (
                 production is not None and row is not None and production.id == row.model_id
-            ):  # False if rolled back meanwhile
+            ):  # False after a user's rollback
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
     has_report = (scope.output_dir / "report.html").is_file()
     shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""
@@ -121,8 +121,8 @@ class PipelineWork:
         return digest_sources(watched_sources(self._config, self._retrain.sources))
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate, and compare it with production. Stages that an earlier attempt finished are
-        reused."""
+        """Train, register the candidate, and compare the candidate with the production model. Stages that an earlier
+        attempt finished are reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
         store = Path(scope.store)

@@ -2,7 +2,7 @@
 
 Not here: the other settings (form.py, rollouts_core/config/), the steps of a retraining (tasks/retraining.py).
 
-A schedule's cron expression is checked here without importing prefect. Prefect computes the times of runs from it.
+A schedule's cron expression is checked here without importing prefect. Prefect computes the times of its runs.
 
     minute 0-59   hour 0-23   day of month 1-31   month 1-12, jan-dec   day of week 0-7, sun-sat
     each: * or a list of values and ranges, with steps: 0,30   9-17   */15   mon-fri
@@ -49,7 +49,7 @@ class RetrainConfig(Record):
     """After this many failed retrainings in a row on the same data, do not train again until the data change."""
 
     def beside(self, folder: Path) -> Self:
-        """These settings with absolute paths: `sources` are relative to the file's folder."""
+        """These settings with absolute paths. Relative paths in `sources` start in `folder`."""
         absolute = (each if is_url(each) else str((folder / each).resolve()) for each in self.sources)
         return self.model_copy(update={"sources": tuple(absolute)})
 

@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
 
 
 class _UnfinishedError(Exception):
-    """A stage is not finished. Later stages depend on its result, so they cannot be planned."""
+    """A stage is not finished, so later stages, which depend on its result, cannot be planned."""
 
 
 def describe_plan(pipeline: Pipeline, config: Config, store: Path, gpus: Sequence[GpuState] = ()) -> list[str]:
@@ -109,7 +109,7 @@ def _describe_gpus(config: Config, gpus: Sequence[GpuState]) -> Iterator[str]:
 def _plan_stages(pipeline: Pipeline, config: Config, store: Path) -> list[Stage]:
     """The stages up to the first unfinished stage.
 
-    Empty if the store has no earlier stage to reuse. This avoids computing digests of large data, which takes long.
+    Empty if the store has no earlier training to reuse, because planning computes digests of data, which may take long.
     """
     place = store.resolve()
     first = next(iter(config.trainings))

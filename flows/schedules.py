@@ -22,13 +22,13 @@ from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
 from rollouts.flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
-"""Time from which intervals are counted. It is fixed, so that a restart does not shift the intervals."""
+"""Time from which intervals are counted. The time is fixed, so that a restart does not shift the intervals."""
 SLUG = "new-data"
 DATA_UPDATED = "data.updated"
 """Name of the event in Prefect after which retrainings check their data immediately."""
 DATA_RESOURCE = "rollouts.data"
-"""Resource of this event, for all retrainings. With `.NAME` added, only for the retraining of the configuration
-NAME."""
+"""Resource of the event `data.updated` for all retrainings. The resource with `.NAME` added is only for the retraining
+of the configuration NAME."""
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
@@ -78,7 +78,7 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
-    """A trigger that starts the retraining after the event `data.updated` for this configuration or for all."""
+    """A trigger that starts the retraining after an event `data.updated` for this or for all configurations."""
     configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
     own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
@@ -119,8 +119,8 @@ def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrate
 
 
 async def drop_schedule(deployment_id: UUID) -> None:
-    """Delete the schedule from the deployment's earlier configuration. Registration without a schedule would keep
-    it."""
+    """Delete the schedule from the deployment's earlier configuration. Registering the deployment without a schedule
+    would keep the earlier schedule."""
     async with get_client() as client:
         for schedule in await client.read_deployment_schedules(deployment_id):
             if schedule.slug == SLUG:

@@ -13,7 +13,7 @@ restarts of killed runs (upkeep.py).
                    gpu_slots, named_url
     serving.log    output of this process and its flows
 
-SIGTERM ends this process and its flows, but not the flows' jobs. A later start or Retry of a run attaches to its jobs.
+SIGTERM ends this process and its flows, but not the flows' jobs. A later start or Retry of a run attaches to the jobs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    # Must be set before the first import of Prefect, which reads the environment only once.
+    # Set both variables before the first import of Prefect, which reads the environment only once.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
     os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
@@ -90,7 +90,7 @@ def _load_flows(store: Path, address: ServerAddress) -> None:
 
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: results of flows
-    """The flows by their keys. This imports Prefect, which reads the environment only once."""
+    """The flows by their keys. The first call imports Prefect, which reads the environment only once."""
     from rollouts.flows.evaluate import evaluate_model
     from rollouts.flows.finish_flow import finish_run
     from rollouts.flows.pipeline import sft_rl
@@ -119,7 +119,7 @@ async def _serve(store: Path) -> None:
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
     deployments: set[UUID] = set()
-    await Credentials.register_type_and_schema()  # so that users can create such blocks in the UI
+    await Credentials.register_type_and_schema()  # lets users create credentials in the UI
     await _register(runner, tools, store, served, deployments)
     running = [asyncio.create_task(each.start()) for each in (runner, tools)]
     while not (runner.started and tools.started) and not _has_ended(running):

@@ -60,7 +60,7 @@ ACTS: Mapping[str, str] = {
     "evaluate": "`rollouts evaluate`",
 }
 """The stage, machine or command that reads a setting, by a prefix of the setting's name. The longest prefix counts.
-Settings of a training name their stage themselves (`_acts`)."""
+`_acts` names the stage that reads a setting of a training."""
 EFFECTS = {
     "affects_result": "This setting cannot change a result: a finished stage is reused after the setting changed.",
     "affects_weights": "A resumed training may have another value of this setting than the interrupted training.",
@@ -119,7 +119,7 @@ def setting_helps() -> list[SettingHelp]:
 def _helps_of(
     record: type[BaseModel], defaults: BaseModel | None, prefix: str, others: Mapping[str, tuple[str, ...]]
 ) -> Iterator[SettingHelp]:
-    """The help of the settings of a record. `defaults` is the value of this record if the file omits it."""
+    """The help of the settings of a record. `defaults` is the record's value if the file omits the record."""
     properties = record.model_json_schema()["properties"]
     for key, field in record.model_fields.items():
         name = f"{prefix}.{key}" if prefix else key
@@ -163,7 +163,7 @@ def _registered_names(text: str) -> tuple[str, ...]:
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:  # Any: a JSON schema
-    """The type in words: "text, or list of whole number"."""
+    """The type in words, such as "text, or list: each a whole number"."""
     if alternatives := schema.get("anyOf"):
         return ", or ".join(dict.fromkeys(map(_type_of, alternatives)))
     kind = TYPES.get(str(schema.get("type", "")), "table" if "$ref" in schema else "any value")

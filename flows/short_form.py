@@ -109,7 +109,7 @@ def form_values(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
 
 
 def _named_algorithm(settings: Mapping[str, Any]) -> str:  # Any: file content
-    """The algorithm that a file names ("" without one). The pipeline's record has only the settings filled in by it."""
+    """The algorithm that a file names ("" without one). The records of a pipeline do not keep the algorithm's name."""
     named = _find(settings, FIELDS[ALGORITHM].setting)
     return named if isinstance(named, str) else ""
 
@@ -134,14 +134,14 @@ def tables_of(values: Values) -> Tables:
     for setting, name, value in _given(values):
         if name != DATA:
             _put(tables, setting, value)
-    if data := _read_toml(values, DATA, FIELDS[DATA].title):  # its keys may contain dots
+    if data := _read_toml(values, DATA, FIELDS[DATA].title):  # set as a whole, because keys of [data] may contain dots
         if isinstance(data.get(DATA), dict):
             raise ConfigError(f"{SOURCE}: {FIELDS[DATA].title} begins with [{DATA}]: remove the heading, keep its keys")
         tables[DATA] = data
     _merge(tables, more)
     kind = _find(tables, FIELDS["node"].setting)
     if kind != "rented" and _find(more, FIELDS[BUDGET].setting) is None:
-        _take(tables, FIELDS[BUDGET].setting)  # other nodes cost nothing
+        _take(tables, FIELDS[BUDGET].setting)  # nodes of other kinds cost nothing
     return tables
 
 
@@ -149,8 +149,8 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
     """Raise ConfigError if a field that the user changed and *More settings* give a setting different values.
 
     Args:
-        offered: returns the deployment's default values, to find the changed fields. It is called only if a setting
-            has two values.
+        offered: returns the deployment's default values, to find the changed fields. The function is called only if a
+            setting has two values.
     """
     more = _read_toml(values, MORE, MORE_TITLE)
     doubled = [
@@ -172,8 +172,8 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
 def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     """The settings of a run as tables, from its parameters of the full form or the short form.
 
-    Empty if the TOML of the short form is invalid: such a run failed before it used jobs or machines. Settings of a
-    wrong type are left out for the same reason. Prefect checks them only in the full form.
+    Empty if the TOML of the short form is invalid. Settings in [run] of a wrong type, which Prefect checks only in the
+    full form, are left out. A run with such mistakes failed before it used jobs or machines.
     """
     if not is_short(parameters):
         return parameters

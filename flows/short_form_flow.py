@@ -3,8 +3,8 @@
 Not here: the fields and their conversion to tables (short_form.py), the stages (pipeline.py).
 
 In Prefect, the flow `sft-rl` has two kinds of deployments. Deployments with the full form call `sft_rl`. Deployments
-with the short form call `sft_rl_short`. Notifications, Cancel, restarts and reuse of stages treat the runs of both
-alike.
+with the short form call `sft_rl_short`. Notifications, Cancel, restarts and reuse of stages are the same for the runs
+of both kinds.
 """
 
 # No `from __future__ import annotations`: Prefect pickles the flow by value, without the names to resolve annotations.
@@ -56,7 +56,7 @@ def _names_in(registry: Iterable[str]) -> str:
 
 
 def run_name() -> str:
-    """The name of the run in Prefect, which is the name in the store. The TOML may set it, too."""
+    """The name of the run in Prefect and in the store. A `run.name` in *More settings* overrides the field."""
     values = flow_run.parameters
     return str(held_tables(values).get("run", {}).get("name") or values.get("name") or RUN.name)
 
@@ -167,7 +167,7 @@ def read_values(values: Values) -> Pipeline:
     """The pipeline that the values of the form describe.
 
     Raises:
-        ConfigError: the values have mistakes. The message has a line for each, with the setting's name in a file.
+        ConfigError: the values have mistakes. The error has a line per mistake, with the setting's name in a file.
     """
     check_doubled(values, _offered_values)
     tables = tables_of(values)
@@ -177,14 +177,14 @@ def read_values(values: Values) -> Pipeline:
         except ConfigError as error:
             raise ConfigError(f"{SOURCE}: {error}") from error
     if isinstance(run := tables.setdefault("run", {}), dict):
-        run.setdefault("name", RUN.name)  # otherwise the name would be that of a file
+        run.setdefault("name", RUN.name)  # otherwise parse_pipeline would name the run after SOURCE
     return parse_pipeline(tables, Path(SOURCE))
 
 
 def _offered_values() -> Values:
-    """The default values in the run's deployment ({} without a deployment). Other values were changed by the user."""
+    """The default values in the run's deployment ({} without a deployment). The user has changed all other values."""
     if deployment.id is None:
         return {}
-    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # deleted since the run was started
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # the deployment may be deleted
         return client.read_deployment(UUID(str(deployment.id))).parameters
     return {}

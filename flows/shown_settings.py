@@ -52,7 +52,7 @@ def _settings(
     prefix: str,
     given: Mapping[str, Any],  # Any: file content
 ) -> Iterator[Setting]:
-    """The settings of a record. `defaults` is the value of this record if the file omits it."""
+    """The settings of a record. `defaults` is the record's value if the file omits the record."""
     for key, field in type(record).model_fields.items():
         name = f"{prefix}.{key}" if prefix else key
         value = getattr(record, key)

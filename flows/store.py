@@ -20,7 +20,7 @@ STORE_VARIABLE = "ROLLOUTS_STORE"
 
 
 def with_store(settings: Any) -> Any:  # Any: unchecked input
-    """The settings. A missing or empty `store` is replaced by the value of ROLLOUTS_STORE."""
+    """The settings with ROLLOUTS_STORE in place of a missing or empty `store`. A leading ~ in `store` is expanded."""
     if not isinstance(settings, Mapping):
         return settings
     store = settings.get("store")
@@ -33,7 +33,7 @@ def with_store(settings: Any) -> Any:  # Any: unchecked input
 
 
 def from_home(path: Path | None) -> Path | None:
-    """Replace a leading ~ of the path by the home folder. Shells do not replace it in --store=~/runs."""
+    """Replace a leading ~ of the path by the home folder. Shells do not expand --store=~/runs."""
     try:
         return path and path.expanduser()
     except RuntimeError:  # the named user does not exist on this machine

@@ -29,7 +29,7 @@ MIN_ID_CHARS = 4
 """Minimum number of leading characters of a run's id that a user may give instead of the whole id."""
 
 MAX_NAMES = 10
-"""If a run's name is unknown, one of this number of latest runs is suggested."""
+"""The error about an unknown run's name suggests a similar name among this many latest runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ModelScore:
     """Name of the model: base, sft, rl, or the name of a checkpoint."""
     mean: float
     low: float
-    """Lower end of the confidence interval. The report names its method."""
+    """Lower end of the confidence interval. The report names the interval's method."""
     high: float
 
 
@@ -63,7 +63,7 @@ class RunSummary:
     began_at: float
     """Seconds since 1970."""
     score: ModelScore | None
-    """Score of the last scored model: on held-out rows after the evaluation, before it on the rows of a selection."""
+    """Score of the last scored model, on held-out rows, or on the rows of a selection before the evaluation."""
     change: float | None
     """Mean score of the last model minus the mean score of the base model, on held-out rows."""
     usd: float | None
@@ -115,7 +115,6 @@ def find_named_run(store: Path, given: str) -> list[StageUse]:
 
 
 def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
-    """The path of a run's report."""
     return store / "runs" / uses[0].run / "report.html"
 
 
@@ -175,7 +174,10 @@ def planned_stages(store: Path, run: str) -> tuple[str, ...]:
 
 
 def describe_end(run_dir: Path) -> tuple[int, str]:
-    """The number of a stage's last attempt, and a phrase about its end (0 and "" if it has no exit record)."""
+    """The number of a stage's last attempt, and a phrase about how the attempt ended.
+
+    Returns 0 and "" if the attempt is still running or left no readable exit record.
+    """
     attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
     if not attempts:
         return 0, ""
@@ -220,7 +222,7 @@ def living_runs(store: Path) -> Collection[str]:
 
 
 def lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
-    """Whether a run has a running process. Its stages may belong to several attempts, each with its own id."""
+    """Whether a run has a running process. A run's stages may belong to several attempts, each with its own id."""
     return any(use.run_id in living for use in uses)
 
 

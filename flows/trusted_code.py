@@ -10,8 +10,8 @@ schedule or HTTP).
                 evaluate.model and evaluate.against, except for models that a run of the store made
 
 Settings that need trust are marked with their kind (`needs_trust`). Without this check, every user who may start a run
-could call any function of any installed package. Two kinds of values are trusted: values in configurations that were
-given to `rollouts up` in a shell of this machine, and values in the comma-separated list ROLLOUTS_TRUSTED_CODE.
+could call any function of any installed package. A value is trusted if it is in a configuration that was given to
+`rollouts up` in a shell of this machine, or in the comma-separated list ROLLOUTS_TRUSTED_CODE.
 
 Not here: `rollouts run CONFIG`, which trusts the user's configuration; resolving names of functions (rollouts_core).
 """
@@ -45,7 +45,7 @@ OWN_MODULES = (
     *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
     *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
-"""This project's modules with graders and filters. They are always trusted. Other modules of this project are not
+"""This project's modules with graders and filters, which are always trusted. Other modules of this project are not
 trusted, because they can start programs, delete folders or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
@@ -60,8 +60,8 @@ def check_trusted(
 
     Args:
         evaluate: the settings of an evaluation, whose models are checked, too.
-        store: the run's store. Models that its runs made are trusted.
-        node: the node's settings of the run.
+        store: the run's store. Models that runs of this store made are trusted.
+        node: the run's settings of the node.
     """
     models = models_named_by(config, evaluate)
     if store is not None and is_served(store):
@@ -168,7 +168,7 @@ def is_made_in(store: Path, given: str) -> bool:
     folder = next((each for each in (*(kind / given for kind in own), Path(given)) if each.is_dir()), None)
     return folder is None or any(
         folder.resolve().is_relative_to(kind) for kind in own
-    )  # None: the name of a registered model
+    )  # without a folder, `given` names a registered model
 
 
 def listed() -> list[str]:

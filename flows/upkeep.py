@@ -1,4 +1,4 @@
-"""Call the handling of lost runs and expired machines of a store at regular intervals.
+"""Handle the lost runs and the expired machines of a store at regular intervals.
 
 Not here: the handling of lost runs (lost_runs.py) and of expired machines (expired_machines.py). The serving process
 calls this module. With a shared Prefect server, `rollouts watch` calls it, on the machine with the workers and the
@@ -15,8 +15,8 @@ from pathlib import Path
 from uuid import UUID
 
 LOST_S = 15.0
-"""Seconds between two checks for runs whose process is gone. A run is marked Crashed after two checks in a row found
-it."""
+"""Seconds between two checks for runs whose process is gone. A run is marked Crashed if two checks in a row find that
+its process is gone."""
 EXPIRED_S = 120.0
 """Seconds between two checks of rented machines."""
 
@@ -30,7 +30,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     Args:
         deployments: ids of the deployments that this process serves. The caller may add ids later.
 
-    This imports Prefect, which then reads the server's address from the environment. Set the environment before.
+    Prefect, which this function imports, reads the server's address from the environment, so set the environment first.
     """
     from rollouts.flows.expired_machines import end_expired
     from rollouts.flows.lost_runs import LostRuns
@@ -38,7 +38,7 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     lost, end = (
         LostRuns(store, deployments),
         partial(asyncio.to_thread, end_expired, store),
-    )  # in a thread, because providers may answer slowly
+    )  # runs in a thread, because providers may answer slowly
     async with asyncio.TaskGroup() as both:
         both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
         both.create_task(again_and_again(end, interval_s=EXPIRED_S))

@@ -1,1 +1,1 @@
-"""Prefect tasks, one per stage: each builds inputs, makes one call into infra or rollouts_core, returns a record."""
+"""Prefect tasks, one per stage. Each task builds inputs, calls infra or rollouts_core once, and returns a record."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def find_damage(stage: Stage) -> str:
     """Describe the first damage in a stage's result.json or checkpoints. Returns "" for an intact or unfinished stage.
 
-    The digests in result.json tell which checkpoints must exist.
+    Every checkpoint that has a digest in result.json must exist.
     """
     directory = RunDirectory(Path(stage.run_dir))
     try:
@@ -38,10 +38,10 @@ def is_finished(stage: Stage) -> bool:
 
 
 def set_damage_aside(stage: Stage) -> str:
-    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Returns a description, or "".
+    """Move damaged files of a stage to damaged-<n>/, so that the stage runs again. Returns the damage in words, or "".
 
-    This moves result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes from the
-    last intact checkpoint. If several runs find the damage at once, only one run moves the files.
+    The moved files are result.json, the first damaged checkpoint and all later checkpoints. The next attempt resumes
+    from the last intact checkpoint. If several runs find the damage at once, only one run moves the files.
     """
     if not find_damage(stage):
         return ""
@@ -49,7 +49,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run has already moved the files
             return ""
-        # The number of damaged-<n> folders may be in use as n, because a user may have deleted a lower number.
+        # If a user has deleted a damaged-<n> folder, the number of these folders may be the n of an existing folder.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
@@ -76,20 +76,24 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
     try:
         result = directory.read_result()
         entries = [] if result is None else result.get("checkpoints", [])
-        # Entries without a digest are scores of an evaluation, not checkpoints.
+        # Entries of result.json without a digest are scores of an evaluation, not checkpoints.
         digests = {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
         others = [name for name in digests if not STEP_NAME.fullmatch(name)]
     except FileNotFoundError:  # another run has just moved result.json to damaged-<n>/
         return {}
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the file is not the record of a stage: {error}") from error
-    if others:  # a forged name such as ../x would make `set_damage_aside` move any file
+    if others:  # a forged name such as ../x would make `set_damage_aside` move files of other folders
         raise ValueError(f"the file is not the record of a stage: {others[0]!r} is not the name of a checkpoint")
     return digests
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:
-    """Describe the damage if a checkpoint is damaged or does not have this digest, else "". None fits any digest."""
+    """Describe a checkpoint's damage or wrong digest. Returns "" for an intact checkpoint.
+
+    Args:
+        digest: the expected digest; None accepts any digest.
+    """
     try:
         manifest = verify_checkpoint(path)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Check a machine before a run's first stage: Python, torch, engine, GPUs and disk. Install packages on request.
+"""Check a machine before a run's first stage: Python, torch, engine, GPUs and disk. Install requested packages.
 
 Without these early checks, the run would detect a missing inference engine only after SFT.
 """
@@ -72,8 +72,8 @@ def bootstrap(
 
     Args:
         trains: whether the run trains on the node. A training needs GPU memory and disk space.
-        begun: local directories of the run's trainings that may have started. Their checkpoints may be on the node's
-            disk already, so that the node needs less free space.
+        begun: local directories of the run's trainings that may have started. Checkpoints of these trainings may be on
+            the node's disk already, so that the node needs less free space.
         kept_choice: the file that stores the chosen engine and the planned GPUs for later attempts of the run.
     """
     size = find_model_size(config.model) if trains else ModelSize()
@@ -101,7 +101,7 @@ def bootstrap(
         if is_open(config):
             choice = choose_on_node(stack, ready, settings, config, size)
             progress.say(str(choice))
-            placed = "" if ENGINES[choice.kind].is_own else ready.placement  # the embedded engine computes on the CPU
+            placed = "" if ENGINES[choice.kind].is_own else ready.placement  # an embedded engine needs no GPU
             ready = replace(ready, engine_kind=choice.kind, placement=placed)
             config = with_choice_of(config, ready)
         if kept_choice is not None and (choice or ready.placement):
@@ -137,7 +137,10 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the machines for inference engines, and install the engines. They and `node` must reach each other."""
+    """Check the machines for inference engines, and install the engines. Returns the nodes with their interpreters.
+
+    `node`, which trains, and each machine for engines must reach each other.
+    """
     placement, engine_nodes = config.deployment, list[Node]()
     num_machines = 1 + len(node.trainer_nodes)
     for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
@@ -161,7 +164,7 @@ def prepare_engine_nodes(
 
 
 def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) -> NodeNeeds:
-    """The GPUs and the GPU memory that a run needs on its leading node. The field for disk space is not set."""
+    """The GPUs and the GPU memory that a run needs on its leading node. The caller adds the needed disk space."""
     placement = config.deployment
     stages = training_needs(config, size, num_machines=1 + len(node.trainer_nodes))
     least = max(stages, key=lambda stage: stage.least_bytes, default=None)
@@ -183,8 +186,8 @@ def needs_of_node(node: Node, config: Config, size: ModelSize, *, trains: bool) 
 def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, say: Callable[[str], None]) -> Node:
     """Plan which GPUs train and which serve engines. Returns the node with this plan.
 
-    If no plan fits, `say` receives the reason and the node is returned unchanged: trainer and engines then share the
-    first GPU.
+    If no plan fits, `say` receives the reason, and the node is returned unchanged. Without a plan, trainer and engines
+    share the first GPU.
     """
     try:
         plan = plan_on_gpus(read_usable_gpus(session), config, size)
@@ -200,7 +203,7 @@ def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, 
 def choose_on_node(
     stack: ExitStack, node: Node, settings: NodeSettings, config: Config, size: ModelSize
 ) -> EngineChoice:
-    """Choose the inference engine by the GPUs of the first engine node. Without engine nodes, `node` decides."""
+    """Choose the inference engine by the GPUs of the first engine node, or else by the GPUs of `node`."""
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     return choose_engine(stack.enter_context(open_session(own)), own, own_settings, config, size)
 
@@ -312,7 +315,7 @@ def prepare_machine(
     Returns the node with the Python interpreter to use, and the report of the machine's versions and devices.
 
     Args:
-        modules: the user's Python modules that stages on this machine import, by setting.
+        modules: the user's Python modules that stages on this machine import, by the setting that names the module.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)
@@ -331,7 +334,7 @@ def prepare_machine(
 def install_packages(
     session: Session, node: Node, settings: NodeSettings | FurtherNode, progress: StageProgress
 ) -> Node:
-    """Install packages if `settings.install` says so. Returns the node with the interpreter that has the packages."""
+    """Install packages unless `settings.install` is "nothing". Returns the node with the interpreter that has them."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":
         return node
     wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()

@@ -30,7 +30,7 @@ from rollouts.tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
-"""The margin takes at most this share of the rental time, so that a short rental still has time for work."""
+"""Cancelling and downloading take at most this share of the rental time, so that a short rental has time for work."""
 LOOK_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
     def look() -> None:
         if not is_stopped.is_set() and time.time() < end_of_work(node, scope, began_at):
             return
-        is_stopped.set()  # never cleared, so that a stage that starts later is cancelled, too
+        is_stopped.set()  # the event is never cleared, so that a stage that starts later is cancelled, too
         try:
             cancel_jobs(node, scope)
         except InfraError as error:
@@ -70,10 +70,11 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
 
 
 def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
-    """The time at which the jobs on rented machines must end, in seconds since 1970. The earliest rental end counts.
+    """The time at which the jobs on rented machines must end, in seconds since 1970. If the rentals end at different
+    times, the earliest end counts.
 
     Args:
-        began_at: when this run began to use the machines. An earlier run may have rented the machines.
+        began_at: when this run began to use the machines, which an earlier run may have rented.
     """
     with Ledger(scope.ledger_path) as ledger:
         rental = min(rentals_of_unit(ledger, node), key=lambda rental: rental.expires_at)
@@ -83,7 +84,7 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 def cancel_jobs(node: Node, scope: RunScope) -> None:
     """Cancel the run's jobs on `node`. Engines are cancelled last, so that an RL training can still write a checkpoint.
 
-    Jobs on further machines end by themselves: with the training, or when nothing renews their leases.
+    Jobs on further machines are not cancelled, because they end with the training or when nothing renews their leases.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:

@@ -35,7 +35,7 @@ def candidate_name(config: Config) -> str:
 def register_candidate(
     line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
 ) -> Model:
-    """Register a run's final checkpoint in the registry. A new model becomes the candidate of its line.
+    """Register a run's final checkpoint in the registry. A new model becomes the candidate of the series `line`.
 
     Args:
         line: the name of a series of models, such as "small" for small-1, small-2, ...
@@ -60,7 +60,8 @@ def register_candidate(
 def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
     """Copy a registered model's checkpoint from `folder` to a new folder before a run overwrites `folder`.
 
-    This happens if a run fails after registering its model, and a retry of the run with other data has another result.
+    A run overwrites `folder` if an earlier attempt registered its model and then failed, and a retry with other data
+    has another result.
 
     Args:
         digest: digest of the new checkpoint. A registered model with the same digest needs no copy.
@@ -107,10 +108,10 @@ def judge_candidate(
 ) -> Compared:
     """Compare the candidate with the production model, row by row on the held-out data.
 
-    If the line has no production model, the start model takes its place.
+    If the line has no production model, the candidate is compared with the start model.
 
     Args:
-        names: the names of the two models in the evaluation, the candidate's last.
+        names: the names of the two models in the evaluation. The second name is the candidate's.
     """
     by_name = {entry["name"]: entry for entry in evaluation.result["checkpoints"]}
     before, after = (by_name[name] for name in names)

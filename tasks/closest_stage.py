@@ -21,9 +21,9 @@ from rollouts_core.job import Job, TrainingJob, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""The number of finished stages to compare with, newest first."""
+"""An unfinished stage is compared with at most this many finished stages, the newest ones."""
 MAX_DIFFERENCES = 4
-"""A finished stage that differs in more settings or inputs is not similar enough to be mentioned."""
+"""A finished stage that differs in more than this many settings or inputs is not mentioned as similar."""
 CONTENTS = {
     "model.digest": "the start model",
     "data": "the demonstrations",
@@ -35,7 +35,7 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""The fields of a job that are digests, each with the name of its input for messages."""
+"""The fields of a job that hold digests, each with the words that messages use for the digested input."""
 
 
 def describe_difference(stage: Stage) -> str:
@@ -54,9 +54,9 @@ def describe_difference(stage: Stage) -> str:
 
 
 def find_shorter(stage: Stage) -> str:
-    """The directory name of the newest finished training that this stage only prolongs, or "".
+    """The directory name of the newest finished training that this stage would repeat with more steps, or "".
 
-    The finished training has fewer steps. Other settings may differ only if a resumed training may change them.
+    Other settings may differ only if a resumed training may change them.
     """
     job = job_type(stage.kind).model_validate(stage.job)
     wanted, free = flat_settings(job), _free_settings(job)

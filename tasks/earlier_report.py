@@ -4,7 +4,8 @@
     stages/<stage>/                    -> the other data, which the report reads itself
 
 Older versions of rollouts wrote fewer files. The report omits the parts whose files are missing. Not here: the first
-report of a run (report.py). This module must not import prefect.
+report of a run (report.py). This module must not import prefect, because the `rollouts` command imports this module
+before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def render_again(store: Path, run: str) -> Path:
 
     Raises:
         InputError: the run has no readable run.json, or files that the report needs were deleted. The existing report
-            is then kept, because it may still show these files.
+            stays unchanged in this case, because it may still show the content of the deleted files.
     """
     report = load_report_input(store, run)
     if missing := find_missing(report):
@@ -101,7 +102,7 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
     )
     return replace(
         report,
-        verdict=described["verdict"] or report.verdict,  # the original text; this version may word it differently
+        verdict=described["verdict"] or report.verdict,  # the original verdict, which this version may word differently
         written_at=time.time(),
         ended_at=max((each.began_at + each.seconds for each in by_stage.values()), default=0.0),
         config=None if mistakes else config,  # a setting of another version would be shown with a wrong default
@@ -109,7 +110,7 @@ def _as_report_input(described: Mapping[str, Any], store: Path, folder: Path) ->
 
 
 def _as_record(stage: Mapping[str, Any], store: Path, selected: Mapping[str, str]) -> StageRecord:  # Any: JSON
-    """The record of a stage in run.json, with the stage's result.
+    """A stage's record, made of its entry in run.json and its result.json.
 
     The record's directory points into `store`, because the store may have been moved after the run.
     """

@@ -3,7 +3,7 @@
     finished evaluate-<a>:    base, sft          ──┐ a score is identified by the model's content, the rows and
     planned evaluate-<b>:     baseline, model    <─┘ the settings, but not by the model's name
 
-Not here: reusing an evaluation of the same models under the same names, because that is the same stage (plan.py).
+Not here: reusing an evaluation of the same models under the same names, which is the same stage (plan.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EarlierScore:
 
 
 def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
-    """If earlier evaluations have all scores that a new evaluation would compute, write them as its result.json.
+    """Write the result.json of a new evaluation, if earlier evaluations have all scores that it would compute.
 
     Returns a sentence that names the earlier runs, or "" if the evaluation has to run.
     """
@@ -46,15 +46,15 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # the user asked for a fresh evaluation
         return ""
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    # Losses are comparable only over the same tokens. Only an evaluation of all models together has checked this.
+    # Losses are comparable only over the same tokens. An evaluation checks the tokens of only the models it scores.
     scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
     best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found if the folder was just pruned
-        if own.job.exists() and not own.result.exists():  # another run has started this evaluation meanwhile
+    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # prune may just have removed the folder
+        if own.job.exists() and not own.result.exists():  # another run has just started this evaluation
             return ""
         if not own.result.exists():  # another run may just have written the same result.json
             _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})
@@ -71,7 +71,7 @@ def _write_record(
 ) -> None:
     """Write the files that the evaluation would write. result.json comes last, because it marks the stage finished."""
     entries = []
-    estimates = estimate_means([score.entry["scores"] for score in scores])  # computes all intervals by the same method
+    estimates = estimate_means([score.entry["scores"] for score in scores])  # one method for all intervals
     for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
         entries.append({**score.entry, "name": model.name, "step": model.step, **asdict(estimate)})
         samples = own.samples / f"{model.name}.jsonl"
@@ -98,8 +98,8 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
 def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
     """Yield the wanted scores of each finished evaluation, by identity (`identity_of`).
 
-    An evaluation counts only if its directory name has the fingerprint that this version computes for the job. A large
-    result.json (it has a number for every row) is read only if the evaluation scored a wanted model.
+    Evaluations whose fingerprint this version would compute differently are skipped. A result.json has a number for
+    every row, so it is read only if the evaluation scored a wanted model.
     """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)
@@ -107,7 +107,7 @@ def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, Earlie
             job = EvalJob.model_validate_json(directory.job.read_text())
             models = {identity: model for model in job.checkpoints if (identity := identity_of(model, job)) in wanted}
             result = directory.read_result() if models and is_named_after(job, path) else None
-        except (OSError, ValueError):  # written by another version, damaged, or just removed
+        except (OSError, ValueError):  # another version wrote the files, or they are damaged or gone
             continue
         if result is not None:
             by_name = {entry["name"]: entry for entry in result["checkpoints"]}

@@ -5,7 +5,7 @@
 
 A stage that ended early counts as finished only for the run whose user requested the end. Another run with the same
 settings uses a second directory, whose name is derived from the first directory's name. The second training starts from
-copies of the checkpoints, trains only the remaining steps, and does not change the first run's files.
+copies of the first training's checkpoints, trains the remaining steps, and does not change the first run's files.
 
 Not here: how a training ends early (rollouts_core/run_checkpoints.py), the command (flows/commands/finish.py).
 """
@@ -32,7 +32,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
 
 REQUEST = "finish-asked"
-"""File in the stage's local directory that requests an early end. It contains the id of the run that forwards the
+"""File in the stage's local directory that requests an early end. The file contains the id of the run that forwards the
 request to the job."""
 LOOK_S = 1.0
 
@@ -62,7 +62,7 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
-        return None  # result.json is damaged or was just moved away; the stage reports this itself
+        return None  # the run of the stage itself reports a damaged or missing result.json
     early = result.get("finished_early") if isinstance(result, dict) else None
     return EarlyEnd.model_validate(early) if early else None
 
@@ -85,7 +85,7 @@ def check_own_end(stage: Stage, scope: RunScope) -> None:
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Copy the checkpoints of the early-ended stage `stage.begins_with` into this stage if it has no checkpoints yet.
+    """Copy the checkpoints of the early-ended stage `stage.begins_with` into a stage that has no checkpoints yet.
 
     Returns a sentence about the last copied checkpoint, or "" if nothing was copied.
     """
@@ -112,7 +112,7 @@ def begin_with_earlier(stage: Stage) -> str:
 
 
 def ask_run_to_finish(directory: Path, run_id: str) -> None:
-    """Write a request for an early end into a stage's directory. The run with this id forwards it to its job."""
+    """Write a request for an early end into a stage's directory. Run `run_id` forwards the request to the job."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / REQUEST, run_id)
 

@@ -37,7 +37,7 @@ from rollouts_core.keys import read_key
 MAX_RESTARTS = 3
 """The supervisor restarts a crashing engine at most this often in a row. An hour without a crash resets the count."""
 MAX_RELAUNCHES = 10
-"""A run starts an engine again at most this often per RL job, after a lapsed lease or a killed supervisor."""
+"""Per RL job, a run restarts an engine at most this often after its lease lapsed or its supervisor was killed."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
@@ -46,7 +46,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
 
     Args:
         wanted_port: the engine's port; 0 chooses a free port.
-        node: the training node. The engine may run on one of its further nodes.
+        node: the training node. The engine may run on one of the further nodes that `node` names.
     """
     own = node_of_engine(rl, node, index)
     with (
@@ -54,7 +54,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
-        claim_stage(rl, scope, node, ledger)  # before the engine loads its model, because the claim can fail
+        claim_stage(rl, scope, node, ledger)  # a claim can fail, so it precedes the loading of the model
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         started = start_engine(session, rl, wanted_port, scope, node, index, say=progress.say)
@@ -73,8 +73,8 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
                 api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
                 explain_log=explain_engine_log,
                 on_wait=progress.say,
-                # A running RL job resumes the engines that it paused. Without an RL job, a paused engine must be
-                # resumed here.
+                # A running RL job resumes the engines that it paused. If the RL job does not run, this call resumes a
+                # paused engine.
                 is_idle=started.attached and not is_training(sessions[node.name], rl, node),
             )
         package = job.engine.spec.package
@@ -93,7 +93,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """An engine process that was started or was already running. It may still be loading its model."""
+    """An engine process that was started or was already running. The process may still be loading its model."""
 
     job: ServeJob
     """The engine's job.json, with the ports that the engine listens on."""
@@ -113,7 +113,7 @@ def start_engine(
     *,
     say: Callable[[str], None],
 ) -> StartedEngine:
-    """Start an inference engine for an RL stage, or attach to it if it runs. Does not wait until it can generate.
+    """Start an inference engine for an RL stage, or attach to a running engine, without waiting until it can generate.
 
     Args:
         session: a session to the engine's node.
@@ -150,7 +150,7 @@ def start_engine(
 class KeptEngine:
     """Starts an engine again on the same port after its lease lapsed or its supervisor was killed.
 
-    The RL job waits up to `start_timeout_s` seconds for an engine that does not answer.
+    The RL job waits for up to `start_timeout_s` seconds while an engine does not answer.
     """
 
     def __init__(self, engine: EngineRecord, start: Callable[[Session], object], say: Callable[[str], None]) -> None:
@@ -162,7 +162,7 @@ class KeptEngine:
         self._said_of_attempt = 0
 
     def look_after(self, session: Session, status: JobStatus) -> None:
-        """If the engine has ended, report the reason, and start it again unless it ended by its own fault."""
+        """Report why an engine ended. Restart an engine whose lease lapsed or whose supervisor was killed."""
         if status.state is JobState.RUNNING:
             return
         is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt
@@ -179,7 +179,7 @@ class KeptEngine:
                 self._say(f"{self._engine.url} could not be started: {error}")
 
     def has_lapsed_within(self, seconds: float, session: Session) -> bool:
-        """True if the engine was started again within the last `seconds`, or has ended without a fault of its own."""
+        """True if the engine was restarted within the last `seconds`, or if `has_lapsed` is true for its status."""
         if time.monotonic() - self._relaunched_at < seconds:
             return True
         status = job_status(session, self._engine.run_dir)
@@ -226,7 +226,7 @@ def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, ind
 
 def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: Stage, node: Node) -> bool:
     """True if an RL stage may have failed only because an engine ended after its lease had lapsed."""
-    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # the longest wait of an RL job for an engine
+    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL job waits this long for an engine
     for each, engine in zip(kept, engines, strict=True):
         with suppress(InfraError), open_session(node.named(engine.node)) as session:
             if each.has_lapsed_within(waited_s, session):
@@ -236,7 +236,10 @@ def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
 def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
-    """Stop an engine unless another run uses it. On an unreachable further node, it ends when its lease lapses."""
+    """Stop an engine unless another run uses it.
+
+    An engine on an unreachable further node is not stopped, because it ends when its lease lapses.
+    """
     own = node.named(engine.node)
     try:
         with (

@@ -4,8 +4,8 @@
     a free GPU ── SGLang if it supports the model, otherwise the embedded engine
 
 The choice is stored, so that later attempts of the run use the same engine. The chosen kind enters job.json and the
-fingerprint. The same file stores the planned GPUs. Not here: installing the engine (engine_installs.py), planning the
-GPUs (gpu_placement.py).
+fingerprint. The file that stores the choice also stores the planned GPUs. Not here: installing the engine
+(engine_installs.py), planning the GPUs (gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollouts_core.system.files import write_json
 
 DIGEST_CHARS = 16
 DEFAULTS_OF_OWN = ("python", "dtype", "extra_args", "requirements", "package_index", "wheels", "context_length")
-"""Settings that only installed engines have. They get their defaults if the embedded engine is chosen."""
+"""Settings that only installed engines have. Choosing the embedded engine resets these settings to their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ def choose_engine(
     """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        installs: whether to install a missing engine, which can then list the architectures that it supports.
-            Preflight installs nothing.
+        installs: whether to install a missing engine. Only an installed engine can list the architectures that it
+            supports. Preflight passes False.
 
     Raises:
         PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
@@ -136,7 +136,7 @@ def choose_engine(
 
 
 def known_architectures(session: Session, engine: EngineConfig, python: str) -> frozenset[str]:
-    """The model architectures that an installed engine supports. Empty if the engine cannot list them."""
+    """The model architectures that an installed engine supports. Empty if the engine cannot list its architectures."""
     program = [python, "-c", engine.spec.list_architectures]
     listed = session.run(program, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
     return frozenset(listed.stdout.decode(errors="replace").split()) if listed.exit_code == 0 else frozenset()
@@ -144,13 +144,13 @@ def known_architectures(session: Session, engine: EngineConfig, python: str) -> 
 
 def choice_file(store: Path, config: Config, settings: NodeSettings) -> Path:
     """The file that stores the chosen engine and the planned GPUs, for all attempts with these settings."""
-    place = settings.model_dump(mode="json", exclude={"query"})  # left out, because a run changes the query
+    place = settings.model_dump(mode="json", exclude={"query"})  # excluded, because a run changes the query
     content = json.dumps([config.model_dump(mode="json"), place], sort_keys=True)
     return store / ENGINES / f"auto-{hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]}.json"
 
 
 def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") -> None:
-    """Save the chosen engine and the planned GPUs, so that later attempts of the run use the same.
+    """Save the chosen engine and the planned GPUs for later attempts of the run.
 
     Args:
         choice: None if the settings name the engine.
@@ -164,7 +164,7 @@ def keep_choice(file: Path, choice: EngineChoice | None, placement: str = "") ->
 
 
 def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Config:
-    """The configuration with the engine and the GPUs that an earlier attempt chose. Unchanged in the first attempt."""
+    """The configuration with the engine and the GPUs that an earlier attempt of the run chose, if any."""
     if not is_open(config) and not is_placement_open(config):
         return config
     try:
@@ -176,6 +176,6 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 
 def with_choice_of(config: Config, node: Node) -> Config:
-    """The configuration with the engine and the GPUs that `bootstrap` chose on the node. Unchanged without a choice."""
+    """The configuration with the engine and the GPUs that `bootstrap` chose on the node, if it chose any."""
     chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
     return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen

@@ -50,7 +50,7 @@ class EnginePlan:
     wanted: EngineInstallation | None = None
     build: EngineBuild | None = None
     is_there: bool = False
-    """Whether an earlier run has already made the installation `wanted`."""
+    """Whether an earlier run has already installed `wanted`."""
 
     def describe(self, engine: EngineConfig) -> str:
         """Text about the installation, for messages. Empty if the engine was installed by the user."""
@@ -111,7 +111,7 @@ def with_engine(
     gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> Node:
-    """Install the inference engine on the node if it is missing.
+    """Install the inference engine on the node if the node lacks the engine.
 
     Returns the node, changed to use the engine's interpreter.
 
@@ -137,7 +137,7 @@ def with_engine(
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:
     """Find an interpreter with the engine's package: the jobs' interpreter, or the interpreter from `make engines`.
 
-    Returns "" if neither has the package. On a node with GPUs, the interpreter's torch must also support GPUs.
+    Returns "" if neither interpreter has the package. On a node with GPUs, the interpreter's torch must support GPUs.
     """
     by_hand = MADE_BY_HAND.resolve() / package / "bin/python"
     candidates = [node.python, *([] if node.is_remote or not by_hand.exists() else [str(by_hand)])]
@@ -159,7 +159,7 @@ def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool
 def installation_of(
     engine: EngineConfig, build: EngineBuild, settings: NodeSettings | FurtherNode
 ) -> EngineInstallation:
-    """Describe the packages to install for an engine, with the versions from the user's file or else this project's.
+    """Describe the packages to install for an engine, by the user's requirements file or else by this project's file.
 
     Raises:
         PermanentInfraError, ConfigError: the requirements file or the folder of wheels cannot be used.

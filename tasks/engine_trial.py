@@ -1,6 +1,6 @@
 """Test a newly installed inference engine: it serves a tiny model and completes one prompt.
 
-The test is a job on the node. Its result stays in the folder of the installation, so each installation is tested once.
+The test is a job on the node. The folder of the installation keeps the result, so each installation is tested once.
 Not here: the program of the job (rollouts_core/engines/trial.py), the installation (infra/engine_environment.py).
 """
 
@@ -34,7 +34,7 @@ def try_engine(
         folder: the folder of the installation on the node.
 
     Raises:
-        PermanentInfraError: the engine returned no completion. The message has the last lines of the engine's log.
+        PermanentInfraError: the engine returned no completion. The error has the last lines of the engine's log.
     """
     run_dir = f"{folder}/trial"
     if read_result(session, run_dir) is not None:

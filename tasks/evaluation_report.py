@@ -43,7 +43,7 @@ def find_inputs(
 
     Args:
         model: name, path or URL of the model to evaluate (model_names.py).
-        against: the same for the model to compare with; empty compares with no model.
+        against: name, path or URL of the model to compare with; empty makes no comparison.
         data: path or URL of the rows; empty uses `data.heldout`.
     """
     with StageProgress("inputs") as progress:

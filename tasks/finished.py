@@ -1,6 +1,6 @@
 """Find out which stages of a run are finished before the run rents a machine.
 
-If an earlier run had the same settings and data, all stages are finished. A rented machine would then be useless.
+If an earlier run had the same settings and data, all stages are finished, and a rented machine would have no work.
 
 Not here: reusing finished stages (stage_tasks.py), the list of a run's stages (flows/pipeline.py).
 """
@@ -58,12 +58,12 @@ def placeholder_if_finished(
 def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, RunStage], object]) -> tuple[str, ...]:
     """The local directories of the run's trainings that may have started.
 
-    These are the finished trainings, and the first unfinished stage if it is a training.
+    All finished trainings may have started, and also the first unfinished stage if it is a training.
 
     Args:
         run_stages: calls a `RunStage` for each stage of the run, in order.
     """
-    if not any(Path(scope.store).glob("stages/*")):  # no training has started; planning would read all data in vain
+    if not any(Path(scope.store).glob("stages/*")):  # no training has started; planning would only read all data
         return ()
     found: list[str] = []
 
@@ -78,7 +78,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
 
 
 def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
-    """Load the record of a finished stage. An evaluation is also finished if earlier evaluations have its scores.
+    """Load the record of a finished stage. An evaluation also counts as finished if earlier ones have its scores.
 
     Raises:
         _UnfinishedError: the stage is not finished.
@@ -93,7 +93,7 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
 def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
     """True if this run, or a killed run with the same settings, still has a rented machine.
 
-    Provisioning uses such a machine instead of renting another. The end of the run gives the machine back.
+    Provisioning uses an existing machine instead of renting another, and the end of the run gives the machine back.
     """
     with Ledger(scope.ledger_path) as ledger:
         return any(

@@ -1,4 +1,4 @@
-"""Plan which GPUs of a machine train and which serve inference engines, if the settings do not say so.
+"""Plan which GPUs of a machine train and which serve inference engines, if the settings name no GPUs.
 
     no GPU, CUDA_VISIBLE_DEVICES, further machines, or GPU ranks in the settings ── no plan
     GPUs without other programs (or all GPUs if none is free) ── plan_placement ── stored for later attempts
@@ -33,8 +33,8 @@ def has_open_placement(config: Config, settings: NodeSettings) -> bool:
 def read_usable_gpus(session: Session) -> list[GpuState]:
     """The GPUs of a node that a plan may use.
 
-    Empty if CUDA_VISIBLE_DEVICES is set, because a user or a scheduler has then chosen the GPUs. Also empty if the
-    driver does not report the memory of a GPU, for example of a MIG partition.
+    Empty if CUDA_VISIBLE_DEVICES is set, because a user or a scheduler has then chosen the GPUs. The list is also empty
+    if the driver does not report the memory of a GPU, for example of a MIG partition.
     """
     gpus = read_gpus(session)
     if not all(gpu.total_gb for gpu in gpus):

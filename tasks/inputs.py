@@ -3,9 +3,8 @@
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
-The digest is computed from the entity tags of the objects, or from the file list of a manifest. So changed objects are
-downloaded again, and unchanged objects only once. The fingerprint of a stage depends on the content of the files, not
-on the URL.
+The digest is computed from the entity tags of the objects, or from the file list of a manifest. Changed objects have
+another digest and are downloaded again. The fingerprint of a stage depends on the content of the files, not on the URL.
 
 Not here: the download itself (infra/stores/download.py). This module must not import prefect, because preflight runs
 before Prefect's environment is set.
@@ -62,8 +61,8 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 
     Args:
         say: receives one sentence per download.
-        mistakes: collects the errors of all settings. A failed setting keeps its URL. If None, the first error is
-            raised.
+        mistakes: collects the errors of all settings. A failed setting keeps its URL. Without `mistakes`, the first
+            error is raised.
 
     Raises:
         InfraError: a URL cannot be downloaded.
@@ -112,7 +111,7 @@ def _bring_each(
     without a request, because each request would take minutes.
     """
     places: dict[str, str] = {}
-    failures: dict[str, InfraError] = {}  # keys: failed URLs, and buckets that do not answer
+    failures: dict[str, InfraError] = {}  # the keys are failed URLs and unreachable buckets
     for setting, url in named.items():
         if url in places:
             continue
@@ -156,7 +155,7 @@ def find_origin(path: Path, store: Path) -> str:
         return ""
     try:
         return str(json.loads(_origin_file(root).read_text())["url"])
-    except FileNotFoundError:  # an older version downloaded the input, and kept no URL
+    except FileNotFoundError:  # an older version downloaded the input without saving the URL
         return ""
 
 
@@ -185,5 +184,5 @@ def _input_of(path: Path, store: Path) -> Path | None:
 
 
 def _origin_file(path: Path) -> Path:
-    """The file that stores an input's URL. It lies in the input's parent folder, so that both are removed together."""
+    """The file that stores an input's URL. The file lies beside the input, so that prune removes both together."""
     return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

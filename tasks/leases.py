@@ -19,9 +19,10 @@ from rollouts.infra.repeating import repeating
 from rollouts.infra.session import Session
 
 LEASE_S = 60.0
-"""A job's lease lapses after this many seconds without a renewal. The job then ends by itself."""
+"""A job's lease lapses after this many seconds without a renewal. A job with a lapsed lease ends by itself."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""Directory names of jobs with a lease start with one of these. A follower is a training's job on a further machine."""
+"""Directory names of jobs with a lease start with "engine" or "follower". A follower is a training's job on a further
+machine."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ def lease_renewed(
 ) -> Iterator[None]:
     """Renew the lease of a job while the `with` block runs.
 
-    A failed renewal is only logged, because the next renewal follows soon. Each job has its own thread and session: a
-    renewal on an unreachable node blocks for a minute, so that in a shared thread the leases of other jobs would lapse.
+    A failed renewal is only logged, because the next renewal follows soon. A renewal on an unreachable node blocks for
+    a minute. In a shared thread, the leases of other jobs would then lapse, so each job has its own thread and session.
 
     Args:
         on_status: receives the job's status after each renewal.

@@ -1,6 +1,6 @@
 """Compute pass@k and majority@k of an evaluation's models, for evaluation.json and for the registry.
 
-Not here: the measures (rollouts_core/pass_rates.py), how reports show them (rollouts_core/report/results.py).
+Not here: the formulas (rollouts_core/pass_rates.py), the measures in reports (rollouts_core/report/results.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ JsonObject = Mapping[str, Any]  # Any: JSON
 
 
 def describe_measures(entries: Mapping[str, JsonObject], pair: tuple[str, str] | None) -> dict[str, Any]:  # Any: JSON
-    """For each measure, such as "pass@4": `models` (mean and interval of each model) and `comparison` (of `pair`).
+    """Estimate each measure, such as "pass@4". Returns two entries per measure, `models` and `comparison`.
+
+    `models` has the mean and the interval of each model. `comparison` compares the two models in `pair`.
 
     Args:
         entries: the checkpoints in an evaluation's result.json, by model.

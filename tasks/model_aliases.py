@@ -1,6 +1,6 @@
 """Show a registered model's name and aliases ("small-3 (production)") in its run's report and in `rollouts status`.
 
-A report is a file. So each change of an alias must be written into the reports.
+Reports are files, so each change of an alias must be written into the reports.
 
 Not here: changing aliases (infra/registry.py), the other parts of a report (rollouts_core/report/).
 """
@@ -29,7 +29,7 @@ def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
 
 
 def models_of_runs(store: Path) -> dict[str, list[str]]:
-    """The models that each run has registered, as in `describe_models`, by the run's short id."""
+    """The texts of `describe_models` for the models that each run has registered, by the run's short id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     found: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
     """Write each registered model's current name and aliases into the report of its run.
 
     Args:
-        forgotten: a model that was removed from the registry. Its name is removed from its report.
+        forgotten: a model that was removed from the registry. The report of its run then loses the model's name.
     """
     from rollouts_core.report import with_registered_name  # loads numpy, which would slow down `rollouts status`
 
@@ -65,7 +65,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
 
 
 def _runs_of(model: Model) -> set[str]:
-    """The short ids of the run that made the model, and of the run whose folder holds the model, if that differs."""
+    """The short ids of the run that made the model, and of the run whose folder holds the model."""
     folders = [place for place in places_in(model.checkpoint) if place.startswith(f"{RUNS}/")]
     return {short_id(model.run_id), *(folder.rpartition("-")[2] for folder in folders)} - {""}
 

@@ -1,4 +1,4 @@
-"""Find the model that a user's name for it refers to, and find the rows of an evaluation.
+"""Find the model that a name from the user refers to, and find the rows of an evaluation.
 
     base                              the start model of the configuration
     production, candidate             an alias in the registry (small/production if the store has several lines)
@@ -35,7 +35,7 @@ ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """The model that a user's name for it currently refers to."""
+    """The model that a name from the user refers to, when the name is looked up."""
 
     title: str
     """The model's name in messages, for example "production (small-3)", or the checkpoint's path."""
@@ -48,7 +48,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
     Args:
         given: "base", an alias, a registered name, a run, a stage, a path or a URL (see the head of this module).
-        config: its start model is the model "base". It also decides whether code in a model's folder is trusted.
+        config: `config.model` is the model "base". `config.model.trust_remote_code` applies to all models.
         say: receives one sentence per download.
 
     Raises:
@@ -74,7 +74,10 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
 
 def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], None]) -> Config:
-    """The configuration with an evaluation's rows as its only data. `data` names the rows; if empty, `data.heldout`.
+    """The configuration with an evaluation's rows as its only data.
+
+    Args:
+        data: path or URL of the rows; empty uses `config.data.heldout`.
 
     Raises:
         ConfigError: the file with the rows does not exist.
@@ -125,7 +128,7 @@ def _registered(store: Path) -> list[Model]:
 def _checkpoint_in(folder: Path) -> Path:
     """Find the checkpoint of a model by its folder.
 
-    The folder may be a run's folder, a checkpoint, or a stage's folder, whose newest checkpoint is used.
+    The folder may be a run's folder, a checkpoint, or a stage's folder. A stage's folder gives its newest checkpoint.
     """
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"

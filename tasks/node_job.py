@@ -31,8 +31,8 @@ GRACE_SHARE = 0.5
 USER_ERROR_CODE = 2
 """Exit code of a job that rejects its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Makes CUDA number GPUs as nvidia-smi does. The names of GPU locks contain these numbers. By default, CUDA numbers the
-fastest GPU first, so that a job would use a GPU that another job has locked."""
+"""This variable makes CUDA number GPUs as nvidia-smi does. The names of GPU locks contain the numbers of nvidia-smi. By
+default, CUDA numbers the fastest GPU first, so that a job would use a GPU that another job has locked."""
 
 
 def job_spec(
@@ -49,9 +49,10 @@ def job_spec(
     """Describe a stage as a job for a node's supervisor.
 
     Args:
-        gpus: the job starts when it has locked these GPUs. An RL job and its engines share them, by their fingerprint.
+        gpus: the job starts when it has locked these GPUs. An RL job and its engines can lock the same GPUs, because
+            they have the same fingerprint.
         code_dir: the folder on the node from which the job imports; empty on this machine.
-        known_keys: API keys by environment variable. These variables need not be set in this process.
+        known_keys: API keys by environment variable. The variables of these keys need not be set in this process.
         max_restarts: how often the supervisor restarts the job after a crash.
         lease_s: the job ends after this many seconds without a renewal of its lease; 0 for a job without a lease.
     """
@@ -64,7 +65,7 @@ def job_spec(
         grace_s=GRACE_S,
         max_grace_s=scope.stop_timeout_s,
         max_restarts=max_restarts,
-        # The jobs of several machines must restart together, which a supervisor of one machine cannot do (stage.py).
+        # The jobs of several machines must restart together. One machine's supervisor cannot do this, so stage.py does.
         restart_code=FULL_GPU_CODE if stage.trains and not stage.job.get("further_trainers") else 0,
         lease_s=lease_s,
         gpus=gpus,
@@ -76,7 +77,7 @@ def job_spec(
 def longest_grace_s(node: Node, scope: RunScope) -> float:
     """The most seconds that a cancelled training may take to save.
 
-    On a rented machine, this leaves time to download the result before the rental ends.
+    On a rented machine, the limit is shorter, so that the result can be downloaded before the rental ends.
     """
     if not node.is_rented:
         return scope.stop_timeout_s
@@ -100,8 +101,8 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     """The GPUs of the node that a stage's job locks while it runs. An RL job also locks its engines' GPUs on this node.
 
-    Each job of an RL stage locks all GPUs of the stage at once. Otherwise two RL stages that each hold some of the GPUs
-    would deadlock.
+    Each job of an RL stage locks all GPUs of the stage at once. If two RL stages could each lock a part of the GPUs,
+    the stages would deadlock.
     """
     if starts_engines(stage):
         return gpus_of_engines(stage)
@@ -109,7 +110,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     trainer = deployment["trainer_gpu_ranks"]
     shares_cpu = deployment["trainer_processes"] > 1 and not trainer
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
-    # Recorded rollouts need no engine. Engines run on the leading machine or on engine nodes, never on other trainers.
+    # Training on recorded rollouts needs no engine. Engines run on the leading machine or on engine nodes only.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
     if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)

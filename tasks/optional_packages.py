@@ -33,13 +33,11 @@ class OptionalPackage:
     """A package that only some settings need, for example peft for LoRA."""
 
     module: str
-    """The module to import."""
     distribution: str
-    """The distribution to install."""
     extra: str = ""
     """The extra of this project (`pip install rollouts[<extra>]`) that includes the package. Empty without an extra."""
     instead: str = ""
-    """An alternative package. Its module and its distribution have the same name."""
+    """The name of an alternative package, which is also the name of that package's module."""
 
     @property
     def called(self) -> str:
@@ -49,7 +47,7 @@ class OptionalPackage:
 
 PEFT = OptionalPackage(module="peft", distribution="peft", extra="lora")
 JAX = OptionalPackage(module="jax", distribution="jax", extra="jax")
-FLASH_ATTENTION = {  # instead of this package, transformers can use the package kernels
+FLASH_ATTENTION = {  # transformers can use the package kernels instead of these packages
     "flash_attention_2": OptionalPackage(module="flash_attn", distribution="flash-attn", instead="kernels"),
     "flash_attention_3": OptionalPackage(module="flash_attn_interface", distribution="flash-attn-3", instead="kernels"),
 }

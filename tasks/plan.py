@@ -1,6 +1,6 @@
 """Plan the next stage of a run from the settings and the finished stages: its job, its fingerprint and its directory.
 
-These functions read files to compute digests, but write no files. Not here: running the stage (stage.py).
+The functions of this module read files to compute digests, but write no files. Not here: running the stage (stage.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rollouts_core.stages.planning import input_file, plugin_digest
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Plan a training stage. `with_engines` later adds inference engines, which do not enter the fingerprint."""
+    """Plan a training stage. `with_engines` later adds addresses of engines, which do not enter the fingerprint."""
     job: TrainingJob = load(kind_of(name).plan)(start, config)
     if isinstance(job, RLJob) and node.engine_nodes:
         rollout = with_engines_elsewhere(job.rollout)
@@ -95,7 +95,7 @@ def engine_ports(rl: Stage, node: Node) -> list[int]:
 
 
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
-    """Plan the job of one inference engine of an RL stage. It has the start model and the fingerprint of the RL stage.
+    """Plan the job of one inference engine of an RL stage, with the start model and the fingerprint of the RL stage.
 
     Args:
         node: the engine's node.
@@ -119,7 +119,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=0.0,  # no time limit, because later attempts of the RL stage may use the same engine
+        timeout_s=0.0,  # an engine has no time limit, because later attempts of the RL stage may use it
     )
 
 
@@ -131,7 +131,7 @@ def installed_on(node: Node, engine: EngineConfig) -> EngineConfig:
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """Plan the job of a further machine in a training. It equals the leader's job, except for `node_rank`.
+    """Plan the job of a further machine in a training. The job equals the leader's job, except for `node_rank`.
 
     Args:
         node: the further machine.
@@ -206,7 +206,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=rows,
-        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # `sampled` has the evaluation's engine
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # the engine is in `sampled`
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=plugin_digest(sampled),
@@ -222,8 +222,8 @@ def with_engines_of_trainer(config: Config) -> Config:
 def check_plugins(stage: Stage) -> None:
     """Raise ConfigError if the user's code or grading models changed since the stage was planned.
 
-    Minutes can pass between planning and training, while engines start. Code that was edited meanwhile would run under
-    the fingerprint of the old code.
+    Minutes can pass between planning and training, while engines start. Code that a user edits in these minutes would
+    run under the fingerprint of the old code.
     """
     if not (planned := stage.job.get("plugin_digest")):
         return

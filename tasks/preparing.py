@@ -2,7 +2,7 @@
 
     data.prepare ──> <store>/inputs/<digest>/prepared/sft.jsonl, prompts.jsonl, ...
 
-The digest is computed from source, code and settings. A stage's fingerprint depends on the content of the files only.
+The digest is computed from source, code and settings. A stage's fingerprint depends only on the prepared files.
 Not here: the preparation itself (rollouts_core/data/preparing.py). This module must not import prefect, because
 preflight runs before Prefect's environment is set.
 """
@@ -67,7 +67,7 @@ def prepare_data(config: Config, store: Path, say: Callable[[str], None]) -> Con
 
 
 def _commit_of(source: str, revision: str, hub: HubConfig) -> str:
-    """The commit of a hub dataset at a revision. For a folder, the given revision, which is empty."""
+    """The commit of a hub dataset at a revision. Returns `revision` unchanged if `source` is empty or a folder."""
     if not source or Path(source).exists() or COMMIT.fullmatch(revision):
         return revision
     return str(json.loads(ask_hub(["dataset", source, revision], hub_environment(hub)))["commit"])
@@ -98,7 +98,7 @@ def hub_environment(hub: HubConfig) -> dict[str, str]:
 
 
 def _claim(folder: Path, store: Path) -> None:
-    """Create the folder and mark the folder as used now, so that prune keeps it. The ledger's lock excludes prune."""
+    """Create the folder and mark the folder as used now, so that prune keeps it. Prune waits for the ledger's lock."""
     with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)

@@ -83,7 +83,7 @@ class StageProgress:
         self._bar.stop()
 
     def on_metrics(self, metrics: dict[str, Any]) -> None:  # Any: JSON
-        """Show the metrics of a training step: on the bar always, as a line every `LINE_INTERVAL_S` seconds."""
+        """Show the metrics of a training step on the bar, and every `LINE_INTERVAL_S` seconds also as a line."""
         step = int(metrics["step"])
         numbers = ", ".join(text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics)
         self._bar.update(self._row, completed=step, numbers=numbers)
@@ -101,5 +101,5 @@ class StageProgress:
             self.console.print(f"{self.stage:<14} {message}", markup=False, highlight=False, soft_wrap=True)
         try:
             get_run_logger().info("%s: %s", self.stage, message)
-        except MissingContextError:  # called outside of a Prefect run
+        except MissingContextError:  # outside of a Prefect run, only the console shows the message
             return

@@ -23,7 +23,7 @@ from rollouts.tasks.spending import note_spending
 from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
-"""Look up a requested machine only once. The interrupted rental attempt has already looked it up several times."""
+"""Look up a requested machine only once, because the interrupted rental attempt looked it up several times."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
@@ -48,20 +48,21 @@ def give_back(
 ) -> list[str]:
     """End this run's jobs on its machines, except jobs that another run uses, then release the machines.
 
-    Results of stopped jobs are downloaded before that. A rented machine is released even if it is unreachable or the
-    ledger cannot be written. Its jobs then end with the machine. Jobs on unreachable further nodes end by themselves.
+    Results of stopped jobs are downloaded before the release. A rented machine is released even if it is unreachable or
+    the ledger cannot be written, and the jobs on an unreachable machine end with the machine. Jobs on unreachable
+    further nodes end when their leases lapse.
 
     Args:
         keep_minutes: if positive, a reachable rented machine is kept for this many minutes instead of released.
         say: receives a sentence about each job that is still saving.
-        is_impatient: returns True to stop waiting for a job. The job then saves and ends by itself.
+        is_impatient: returns True to stop waiting for a job, which then saves and ends by itself.
 
     Returns:
         One sentence per action.
     """
     leases: dict[str, list[Lease]] = {}
     is_saving = False
-    is_left = True  # until the jobs are known, because runs of other stores may need the jobs on further nodes
+    is_left = True  # assumed until the jobs are known: runs of other stores may need the jobs on further nodes
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
@@ -118,8 +119,8 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
     If the node is unreachable, its jobs end by themselves when their leases lapse.
 
     Args:
-        is_left: whether the job on the leading node keeps running, for example for a run of another store. The jobs of
-            the further node then keep running, too.
+        is_left: whether the job on the leading node keeps running, for example for a run of another store. If it does,
+            the jobs of the further node keep running, too.
 
     Returns:
         One sentence per action.
@@ -153,8 +154,8 @@ def describe_release(node: Node) -> str:
 def release_now(
     node: Node, scope: RunScope, *, keep_minutes: float = 0.0, is_impatient: Callable[[], bool] = lambda: False
 ) -> None:
-    """Release a run's machines (`give_back`). For a rented node, also release machines that the run does not know
-    (`give_back_unknown`). Each action is shown as a line."""
+    """Release a run's machines (`give_back`). If the leading node is rented and not kept, also release machines that
+    the run does not know (`give_back_unknown`). Show one line per action."""
     with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:
@@ -177,7 +178,7 @@ def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None
 
     Args:
         since: machines that were requested before this time (seconds since 1970) are not released.
-        known: the node that the run knows. Its machines are skipped, because `give_back` has released or kept them.
+        known: the node that the run knows. `give_back` has released or kept the machines of this node.
     """
     spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:

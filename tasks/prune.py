@@ -13,8 +13,8 @@ Not here: the command (flows/commands/prune.py), checkpoints that a stage itself
     large     more folders, longest unused first, until the rest fits into `max_bytes`: removed
 
 A run records the use of a folder before it looks for the folder (stage_tasks.py, inputs.py, store_paths.py). Prune
-checks these records again under the ledger's lock, and moves the folder away under the same lock. So a run finds the
-folder either complete or missing, and creates a missing folder again.
+checks these records again under the ledger's lock, and moves unused folders away under the same lock. A run therefore
+finds a folder either complete or missing, and creates a missing folder again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFolder:
-    """A folder in the store that prune may remove, if there is no reason to keep it."""
+    """A folder in the store. Prune may remove the folder if `reason` is empty."""
 
     place: str
     """Path in the store: stages/<stage>, runs/<run>, inputs/<digest> or engines/<engine>."""
@@ -74,8 +74,8 @@ def plan_prune(
 ) -> PrunePlan:
     """Choose which folders to remove, without removing them.
 
-    These are folders without a reason to keep them that were unused for `unused_days`. If the other folders take more
-    than `max_bytes`, further such folders are added, longest unused first.
+    A folder without a reason to keep it is chosen if it was unused for `unused_days`. If the other folders take more
+    than `max_bytes`, more folders without a reason are chosen, longest unused first.
 
     Args:
         max_bytes: the most bytes that all folders together may take; None sets no limit.
@@ -97,8 +97,8 @@ def plan_prune(
 
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
-    """Remove the planned folders, except folders that a run has begun to use since. Returns the removed folders."""
-    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model to its folder
+    """Remove the folders in the plan, except folders that a run now uses. Returns the removed folders."""
+    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # a live run may be copying a model into its folder
     runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
     for parent in (store / STAGES, store / INPUTS, store / ENGINES, *runs):
         remove_partial_directories(parent)
@@ -192,7 +192,7 @@ def _named_by_deployments(store: Path) -> dict[str, str]:
 def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
     """The folders of the runs and stages whose models a deployment evaluates.
 
-    The deployment's `evaluate` settings name them without `runs/` or `stages/`, so both are returned.
+    The deployment's `evaluate` settings name models without `runs/` or `stages/`, so both folders are returned.
     """
     try:
         evaluate = deployment["parameters"]["evaluate"]
@@ -215,7 +215,7 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 
 
 def _places_in_file(path: Path) -> set[str]:
-    """The folders of the store that paths in a JSON file name."""
+    """The store folders in the paths of a JSON file."""
     return places_in(_read_json(path))
 
 
@@ -230,7 +230,7 @@ def _read_json(path: Path) -> Any:  # Any: JSON
 def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:
     """The time of each folder's last use, in seconds since 1970. A change of the folder counts as a use."""
     uses: dict[str, float] = {}
-    for use in ledger.stage_uses():  # oldest first, so a later use replaces an earlier use
+    for use in ledger.stage_uses():  # uses are listed oldest first, so a later use replaces an earlier use
         uses[f"{STAGES}/{use.stage}"] = uses[f"{RUNS}/{use.run}"] = use.used_at
     return {place: max(uses.get(place, 0.0), *_changed_at(store / place)) for place in places}
 
@@ -246,7 +246,7 @@ def _changed_at(path: Path) -> list[float]:
 
 
 def _removable(path: Path) -> list[Path]:
-    """The folders to remove for a path: of a run's folder only the checkpoints, otherwise the path itself."""
+    """The folders that prune removes for a path: only the checkpoints of a run's folder, or the path itself."""
     if path.parent.name != RUNS:
         return [path]
     return [each for each in sorted(path.glob("*checkpoint*")) if _is_own_folder(each)]
@@ -281,7 +281,7 @@ def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
         seen: device and inode numbers of files.
     """
     total = 0
-    walked = (each for folder in _removable(place) for each in os.walk(folder))  # skips folders that vanish
+    walked = (each for folder in _removable(place) for each in os.walk(folder))  # os.walk skips vanished folders
     for path in (Path(parent, name) for parent, _, names in walked for name in names):
         with suppress(OSError):
             status = path.lstat()

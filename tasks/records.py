@@ -1,4 +1,4 @@
-"""Records that stages of a run pass to each other. Prefect stores them as JSON, so they are small.
+"""Records that stages of a run pass to each other. The records are small, because Prefect stores them as JSON.
 
 Not here: planning stages (plan.py), running stages (stage.py).
 """
@@ -28,7 +28,7 @@ class RunScope(TaskRecord):
     """The settings of a run that each of its stages needs."""
 
     run_id: str
-    """The id of the Prefect flow run. Leases in the ledger have this id."""
+    """The id of the Prefect flow run. The run's leases in the ledger have this id."""
     run_name: str
     """The run's name, as the user chose it."""
     store: str
@@ -70,7 +70,7 @@ class Stage(TaskRecord):
     """A step of a run, such as SFT: its job, the job's fingerprint, and the directory of its files."""
 
     name: str
-    """For example sft, select-sft, rl."""
+    """The stage's name, for example sft, select-sft, rl."""
     fingerprint: str
     """Digest of everything that can change the result. Stages with equal fingerprints share their result."""
     run_dir: str
@@ -78,11 +78,11 @@ class Stage(TaskRecord):
     job: dict[str, Any]  # Any: JSON
     """The content of job.json."""
     num_steps: int
-    """Number of metric steps of the job, for the progress bar."""
+    """Number of steps for which the job writes metrics, for the progress bar."""
     timeout_s: float
     """The job is stopped after this many seconds; 0 sets no limit."""
     begins_with: str = ""
-    """Directory of the same stage in another run that ended it early. The training resumes from its checkpoints."""
+    """Directory of the same stage, which another run ended early. This stage resumes from that stage's checkpoints."""
 
     @property
     def kind(self) -> str:
@@ -140,7 +140,7 @@ class EngineRecord(TaskRecord):
     node: str = ""
     """The name of the engine's node."""
     lease_url: str = ""
-    """The URL at which a trainer on another node renews the engine's lease. Empty if both are on the same node."""
+    """The URL at which a trainer on another node renews the engine's lease. Empty for a trainer on the same node."""
 
     @property
     def lease_file(self) -> str:

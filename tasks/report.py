@@ -32,7 +32,7 @@ def write_report(
 ) -> tuple[str, Verdict | None]:
     """Write report.html, run.json and config.toml. Returns the report's path and the verdict on the last training.
 
-    Kinds of training that are not judged give None instead of a verdict.
+    Trainings whose kind is not judged (`StageKind.is_judged`) give None instead of a verdict.
     """
     by_stage = {record.stage: record for record in records}
     last = trainings_of(config.mode)[-1]

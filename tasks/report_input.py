@@ -1,7 +1,7 @@
 """Collect the data for a run's report from the records of its stages, and judge the run's last training.
 
 Not here: writing the report at the end of a run (report.py) or again later (earlier_report.py). This module must not
-import prefect.
+import prefect, because the `rollouts` command imports this module before Prefect's environment is set.
 """
 
 from __future__ import annotations

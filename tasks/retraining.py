@@ -1,4 +1,4 @@
-"""Decide the next step of a retraining, and carry it out: skip, train and compare, ask, promote or reject.
+"""Decide the next step of a retraining, and carry it out: skip, train and compare, ask a user, promote or reject.
 
 Each step writes its result to the ledger, so that a killed or suspended run resumes with the next step. Not here: the
 Prefect flow (flows/retrain.py), the tables of the ledger (infra/retrainings.py, infra/registry.py).
@@ -127,7 +127,7 @@ class Outcome:
 class Work(Protocol):
     """The operations of a retraining that need more than the ledger.
 
-    Each method may be called again after a crash. It then does only the missing part of the work.
+    Each method may be called again after a crash. The method then does only the missing part of its work.
     """
 
     def watch(self) -> dict[str, str]:
@@ -135,23 +135,26 @@ class Work(Protocol):
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train a model, register it as the candidate, and compare it with production, or else with the start model."""
+        """Train a model, register it as the candidate, and compare it with the production model.
+
+        Without a production model, the candidate is compared with the start model.
+        """
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
-        """Compare a registered candidate of this run with production, or else with the start model."""
+        """Compare a registered candidate of this run with the production model, or with the start model without one."""
         ...
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
         """Ask a user to approve the candidate, and wait for the answer.
 
-        The process may end while it waits. A later process then asks again.
+        The process may end during the wait. A later process of the run then asks again.
         """
         ...
 
 
 def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: Rules) -> Decision:
-    """Decide whether to train, or to skip the retraining because nothing changed or because it keeps failing.
+    """Decide whether to train, or to skip the retraining: on unchanged data, or on data that failed too often.
 
     Args:
         earlier: the earlier retrainings of the line, oldest first.
@@ -205,13 +208,13 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
 def retrain_once(
     ledger: Ledger, work: Work, *, run_id: str, line: str, rules: Rules, clock: Callable[[], float] = time.time
 ) -> Outcome:
-    """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised again.
+    """Carry out the remaining steps of this run's retraining. An error of the training is recorded and raised.
 
     Args:
         line: the name of the series of models to which the new model belongs.
 
     Raises:
-        TransientInfraError: a machine failed temporarily. This does not count as a failed retraining.
+        TransientInfraError: a machine failed temporarily. The retraining then does not count as failed.
     """
     row = find_retraining(ledger, run_id)
     if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
@@ -251,7 +254,7 @@ def _compared(
     try:
         compared = compare()
     except (TransientInfraError, MachineGoneError):
-        raise  # not caused by the data or the settings, so it does not count as a failed retraining
+        raise  # the data and settings did not cause the error, so the retraining does not count as failed
     except Exception as error:
         end_retraining(ledger, row, RetrainingState.FAILED, str(error), now=clock())
         raise
@@ -289,7 +292,7 @@ def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], f
     try:
         promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
     except ProductionChangedError:
-        return row  # another retraining has promoted its model meanwhile; the next step compares with that model
+        return row  # another retraining has just promoted its model, to which the next step compares
     return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
 
 

@@ -1,7 +1,7 @@
 """Download the files of unfinished stages from a remote machine before a run releases the machine.
 
 A cancelled job writes its last checkpoint when the run no longer copies files from the machine (infra/sync/mirror.py).
-Without this download, the checkpoint would be lost with a rented machine.
+Without the download by this module, that checkpoint would be lost with a rented machine.
 
 Not here: ending the jobs (stage.py), releasing the machine (provision.py).
 """
@@ -24,7 +24,7 @@ from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.run_directory import RunDirectory
 
 SALVAGE_S = 600.0
-"""Time limit for all downloads in seconds. The machine costs money meanwhile, and its connection may be dead."""
+"""Time limit for all downloads in seconds, because a waiting machine costs money and its connection may be dead."""
 
 
 def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> list[str]:
@@ -63,8 +63,8 @@ def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) 
         except InfraError as error:
             failures.append(str(error))
 
-    # A thread can be abandoned after the timeout. The session's timeouts limit single reads, but not a slow download.
-    # Closing the session ends the thread.
+    # The session's timeouts limit single reads, but not a slow download. So the download runs in a thread, which this
+    # function leaves after the timeout. Closing the session then ends the thread.
     thread = threading.Thread(target=pull, name=f"salvage of {source}", daemon=True)
     thread.start()
     thread.join(timeout_s)

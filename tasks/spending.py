@@ -62,12 +62,12 @@ def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> S
 
 
 def spending_of_records(records: Sequence[StageRecord], scope: RunScope) -> Spending | None:
-    """`spending_of` for the stages in these records."""
+    """Money that a run has spent on machines, as in `spending_of`, with the stages of these records."""
     return spending_of({record.stage: (record.began_at, record.seconds) for record in records}, scope)
 
 
 def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str, Any]:  # Any: JSON
-    """Add the costs to the content of run.json: `spent`, and `usd` of each stage. Null if the run rented no machine."""
+    """Add the costs to the content of run.json: `spent` and each stage's `usd`. Without rented machines, add nulls."""
     usd_by_stage = spending.usd_by_stage if spending else {}
     stages = [{**stage, "usd": _rounded(usd_by_stage.get(stage["stage"]))} for stage in run["stages"]]
     spent = spending and {

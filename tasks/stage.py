@@ -58,7 +58,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
 MAX_FULL_GPUS = 64
-"""A stage is given up after this many attempts in a row that ran out of GPU memory."""
+"""A stage fails if more than this many attempts in a row run out of GPU memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,9 @@ def describe_reuse(how: Outcome, stage: Stage, scope: RunScope, result: Mapping[
 
 
 def run_until_it_fits(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> Outcome:
-    """Call `run_on_node` until the stage fits into GPU memory. Each attempt that runs out of memory lowers a setting.
+    """Call `run_on_node` until the stage fits into GPU memory. Each full GPU makes the next attempt use less memory.
 
-    Only a training on several machines ends this way. On one machine, the supervisor restarts the job itself.
+    Only the job of a training on several machines is restarted here. On one machine, its supervisor restarts the job.
     """
     for _ in range(MAX_FULL_GPUS):
         with suppress(FullGPUError):
@@ -229,7 +229,7 @@ def how_it_began(status: JobStatus) -> Outcome:
 def check_code_to_resume(stage: Stage) -> None:
     """Raise CheckpointError if a checkpoint from which the stage could resume has other code than the start model.
 
-    Only models with `trust_remote_code` have code.
+    Code in a model's folder is only executed with `trust_remote_code`, so other models are not checked.
     """
     checkpoints = list_checkpoints(Path(stage.run_dir) / "checkpoints")
     if checkpoints and (model := stage.job["model"]["model"]).get("trust_remote_code"):
@@ -241,10 +241,10 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     """Show the metrics and events of a job until the job is finished.
 
     Args:
-        store: identity of the run's ledger. While the run follows the job, runs of other stores do not end it.
+        store: identity of the run's ledger. While this run follows the job, runs of other stores do not end the job.
 
     Raises:
-        InputError: the job rejected its settings or its inputs. The message is the job's message.
+        InputError: the job rejected its settings or its inputs. The error has the job's message.
         TransientInfraError: the job's machine, or another machine of the training, does not answer.
         FullGPUError: a GPU ran out of memory. The next attempt of the job will need less memory.
         JobFailedError, JobLostError: the job failed for another reason, or its supervisor died.
@@ -287,21 +287,21 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Outcome for each job of a run that stops using its jobs, by job directory.
+    """The outcome for each job when a run stops using its jobs. The fields list the jobs' directories.
 
-    Jobs that had already ended are left out.
+    Jobs that had already ended are not listed.
     """
 
     ended: dict[str, str] = field(default_factory=dict)
     """Cancelled jobs, each with a phrase about its last saved step for messages."""
     still_saving: list[str] = field(default_factory=list)
-    """Cancelled jobs that still save, because the caller stopped waiting. They end by themselves."""
+    """Cancelled jobs that save and end by themselves, because the caller stopped waiting."""
     left_to_runs: list[str] = field(default_factory=list)
     """Running jobs that other runs of this store use."""
     left_to_stores: list[str] = field(default_factory=list)
     """Running jobs that runs of other stores follow."""
     left_to_those: list[str] = field(default_factory=list)
-    """Running engines and followers that runs of other stores may need. They end when their leases lapse."""
+    """Running engines and followers that runs of other stores may need. Each of them ends when its lease lapses."""
 
 
 def stop_leased_jobs(
@@ -321,7 +321,7 @@ def stop_leased_jobs(
     given_up = GivenUp()
     max_grace_s = longest_grace_s(node, scope)
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # ends a training before its engines
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training ends before its engines
             ledger.drop_claim(lease.run_dir, scope.run_id)
             if not lease.is_started:
                 continue
@@ -364,7 +364,7 @@ def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
 def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
     """Drop this run's leases in the ledger, without ending the jobs.
 
-    If the ledger cannot be written, this is only logged, because the leases of an ended run have no effect.
+    A failure to write the ledger is only logged, because the leases of an ended run have no effect.
 
     Args:
         leases: the leases to drop; None drops all leases of the run.

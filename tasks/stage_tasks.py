@@ -47,21 +47,21 @@ def run_cached(
     task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
 ) -> StageRecord:
     """Run the task of a stage, or use the record in Prefect's cache if the stage's files are intact."""
-    # The use is recorded before the check, so that prune keeps a stage that the check finds intact.
+    # The ledger records the use of the stage before the check, so that prune keeps a stage that the check finds intact.
     with Ledger(scope.ledger_path) as ledger:
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
-    # Without this check, only a later stage that loads a deleted or damaged checkpoint would report it.
+    # Without this check, a deleted or damaged checkpoint would fail only in a later stage that loads it.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
     kept: object = state.result()
-    if not isinstance(kept, StageRecord):  # an earlier version of rollouts cached it, under another class name
+    if not isinstance(kept, StageRecord):  # an earlier version cached the record under another class name
         return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
     return _reuse(kept, stage, scope) if state.name == "Cached" else kept
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Report a stage whose record came from Prefect's cache as reused. Returns the record as of this run."""
+    """Report that this run reuses a stage from Prefect's cache. Returns the cached record, updated for this run."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),

@@ -1,4 +1,4 @@
-"""Find the folders of a store that paths in a JSON value name, and mark these folders as used.
+"""Find store folders in the paths of a JSON value, and mark these folders as used.
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>     engines/<kind>-<version>-<digest>
 
@@ -37,9 +37,9 @@ def is_place(kind: str, name: str) -> bool:
 
 
 def places_in(value: Any) -> set[str]:  # Any: JSON
-    """The store folders that paths in a JSON value name, such as "stages/sft-<fingerprint>".
+    """The store folders in the paths of a JSON value, such as "stages/sft-<fingerprint>".
 
-    The paths may be of any store, and the folders need not exist.
+    The paths may lie in any store, and the folders need not exist.
     """
     return {
         f"{kind}/{name}"

@@ -39,7 +39,7 @@ def sync_results(model: InputModel, scope: RunScope) -> str:
     with StageProgress("sync") as progress:
         destination.parent.mkdir(parents=True, exist_ok=True)
         keep_registered(destination, model.digest, scope)
-        session = LocalSession(sys.executable)  # on this machine: the checkpoint is in the store already
+        session = LocalSession(sys.executable)  # local, because the checkpoint is in the store already
         report = publish_directory(session, Path(model.model.path), str(destination))
         progress.say(f"copied {model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
     return str(destination)
@@ -60,9 +60,10 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the remote machine that made the final checkpoint upload it to the object store, which is faster.
+    """Let the remote machine that made the final checkpoint upload it to the object store.
 
-    A failure is only reported, because `publish_results` uploads all missing files.
+    An upload from the remote machine is often faster than from this machine. A failure is only reported, because
+    `publish_results` uploads all missing files.
 
     Args:
         checkpoint_path: the copy of the checkpoint on this machine.

@@ -23,13 +23,13 @@ TRACKERS = {
     "tensorboard": "rollouts.tasks.trackers:TensorBoardTracker",
     "wandb": "rollouts.tasks.trackers:WandbTracker",
 }
-"""The built-in trackers: for each, the class or function that opens it (`OpenTracker`)."""
+"""The built-in trackers, each with the class or function that opens the tracker (`OpenTracker`)."""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WANDB_URL = "https://api.wandb.ai"
 
 
 ALL_TRACKERS: Registry[OpenTracker] = Registry("rollouts.trackers", TRACKERS, find_fault_of_callable)
-"""All known trackers: built-in, and of installed packages with an entry point."""
+"""All known trackers: the built-in trackers, and trackers that installed packages add by entry points."""
 TrackerName = Annotated[str, KeyOf(ALL_TRACKERS)]
 
 
@@ -113,7 +113,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run in Weights & Biases. The trainings of one pipeline run form a W&B group. `WANDB_...` variables apply."""
+    """A W&B run, configured by `WANDB_...` variables. The trainings of one pipeline run form a W&B group."""
 
     def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
         import wandb
@@ -145,7 +145,7 @@ class WandbTracker:
             self.shown_at = f"metrics kept for: wandb sync {folder}"
         else:
             self.shown_at = f"metrics at {self._run.url}"
-        # If W&B already has steps of this training, its next step counts, not the locally stored one.
+        # If W&B already has steps of this training, W&B's next step replaces the locally stored next step.
         self.next_step = int(self._run.step) if self._run.resumed else next_step
 
     def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:

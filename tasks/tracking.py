@@ -1,6 +1,6 @@
 """Send the metrics of a training to trackers such as W&B while the training runs.
 
-Each tracker has its own process. So a tracker that fails or hangs is reported, but does not affect the training.
+Each tracker has its own process, so that a tracker that fails or hangs does not affect the training.
 
     metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: next step,
          ^                                                     so that a resumed run sends nothing twice
@@ -45,8 +45,8 @@ NOT_METRICS = ("step", "attempt", "time")
 def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
     """Send a training's metrics to the run's trackers while the `with` block runs.
 
-    At the end of the block, this waits until all metrics are sent. After an exception, such as an interrupt, it does
-    not wait: the trackers' processes send the rest and end by themselves.
+    The block ends when all metrics are sent. After an exception, such as an interrupt, the block ends at once: the
+    trackers' processes then send the rest and end by themselves.
     """
     names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
@@ -94,10 +94,10 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # so that Ctrl-C does not reach the process
+            start_new_session=True,  # Ctrl-C must not reach the tracker's process
         )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"{training.model_dump_json()}\n")  # a job can be too long for the command line
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job's settings may be too long for the command line
     process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
@@ -151,7 +151,7 @@ def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
 def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:  # Any: JSON
     """Read the complete lines of a file after a byte position. Returns the new position and the lines.
 
-    If the file is shorter than the position, it was replaced. It is then read from its beginning.
+    A file that is shorter than the position was replaced, so it is read from its beginning.
     """
     with suppress(FileNotFoundError), path.open("rb") as file:
         start = position if os.fstat(file.fileno()).st_size >= position else 0
@@ -165,7 +165,7 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 def main() -> None:
     """Send the metrics of one training. The first line of standard input describes the training as JSON.
 
-    The end of standard input means that the training has ended. The process then ends within `FINISH_TIMEOUT_S`.
+    When the training has ended, the run closes standard input. This process then ends within `FINISH_TIMEOUT_S`.
     """
     training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()

@@ -4,7 +4,7 @@ Not here: how the jobs connect and detect a lost machine (rollouts_core/backends
 machines (engine.py).
 
     further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader
-                      this run renews the lease until both are connected, and the leader's job from then on
+                      this run renews the lease; once connected, each heartbeat of the leader's job also renews it
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def trainers_beside(
 ) -> Iterator[Trainers]:
     """Start the jobs on the further machines of a training, and end these jobs after the `with` block.
 
-    If the block fails, the jobs keep running, because the training may continue without this process. They end by
-    themselves after the leader's job has ended. The caller must hold the lock of `start_in_turn`.
+    If the block fails, the jobs keep running, because the training may continue without this process. Jobs without a
+    leader end by themselves. The caller must hold the lock of `start_in_turn`.
 
     Args:
         leader: a session to `node`.

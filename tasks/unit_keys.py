@@ -24,6 +24,6 @@ def own_unit_key(store: Path) -> str:
 
 
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
-    """The environment variable with the store's API key, for the job's process. Empty if the job does not need it."""
+    """The environment variable with the store's API key, for the job's process. Empty if the job needs no such key."""
     is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
     return {OWN_KEY_VARIABLE: own_unit_key(Path(scope.store))} if is_own else {}

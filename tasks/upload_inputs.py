@@ -7,9 +7,9 @@ Not here: planning a stage (plan.py), running a stage (stage.py), fetching the r
     data files, models, checkpoints                   ──>   <root>/inputs/<digest>/      unless already uploaded
     rollouts_core, the user's code (own_files.py)     ──>   <root>/code/<digest>/        unless already uploaded
 
-Folders are named by a digest of their content, so each file is uploaded only once. If possible, the node itself
-downloads inputs that have S3 URLs (inputs.py). Datasets and models of the Hugging Face hub keep their names, and the
-node downloads them itself.
+Folders are named by a digest of their content, so each file is uploaded only once. A node that reaches the object store
+downloads inputs with S3 URLs itself (inputs.py). Datasets and models of the Hugging Face hub keep their names, and the
+node downloads them from the hub.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class NodeInputs:
     Args:
         say: receives one sentence for each input that the node downloaded itself, or failed to download.
         is_doubtful: whether an earlier attempt of the job rejected its inputs. A file on the node may then have the
-            right size but wrong content. So files are compared by content instead of size.
+            right size but wrong content, so that files are compared by content instead of size.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
@@ -199,7 +199,7 @@ class NodeInputs:
             TransientInfraError: the input was edited during the upload.
         """
         path = Path(given)
-        if not path.exists():  # the name of a model or dataset on a hub
+        if not path.exists():  # `given` is the name of a model or dataset on a hub
             return given
         below = files_below(path, path.name)
         wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
@@ -238,7 +238,7 @@ class NodeInputs:
             if missing := [name for name, file in files.items() if file not in keys]:
                 raise StoreUnavailableError(f"{missing[0]} is not in the object store")
             named = {name: keys[file] for name, file in files.items()}
-            self._may_fetch = False  # stays False if the download fails, so that later inputs do not wait again
+            self._may_fetch = False  # remains False if this download fails, so that later inputs are not delayed
             num_bytes = fetch_on_node(self._session, origin, named, files, folder)
             self._may_fetch = True
         except InfraError as error:
@@ -251,7 +251,7 @@ class NodeInputs:
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     """Upload the stage's files if another node has trained further than this node, so that the job resumes from there.
 
-    All files of the job on this node are replaced. Otherwise steps that both nodes trained would exist in two versions.
+    All files of the job on this node are replaced, so that no step that both nodes trained exists in two versions.
 
     Args:
         mirror: the stage's directory on this machine.
@@ -309,7 +309,7 @@ def _versions_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int] | Non
 def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int] | None], folder: str) -> None:
     """Raise TransientInfraError and remove the uploaded folder if a file was edited during the upload.
 
-    The folder's name is the digest of the files before the edit, and later runs would trust this name.
+    The folder's name is the digest of the files before the edit, so later runs would use the edited files by mistake.
 
     Args:
         before: the versions of the files before the upload (`_versions_of`).

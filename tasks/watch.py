@@ -75,6 +75,6 @@ def digest_sources(watched: dict[str, str]) -> dict[str, str]:
 
 
 def _digest_source(path: str, revision: str) -> str:
-    if is_url(path):  # computed from the object store's listing, without a download
+    if is_url(path):  # the object store's listing is enough for a digest, without a download
         return digest_of(find_wanted(ObjectStore(path)))
     return digest_path(path, revision=resolve_revision(path, revision))

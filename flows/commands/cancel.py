@@ -1,4 +1,4 @@
-"""`rollouts cancel`: cancel a run like Prefect's UI, but also a run whose process is gone.
+"""`rollouts cancel`: cancel a run as Prefect's UI does, and also a run whose process is gone.
 
 Not here: releasing a run's jobs and machines (cancellation.py), ending only the run's training (finish.py).
 
@@ -37,7 +37,7 @@ from rollouts_core.errors import InputError, RolloutsError
 WAIT_S = 720.0
 """Seconds added to `run.stop_timeout_s`, because a download of results from another machine may take ten minutes."""
 FOLLOW_S = 60.0
-"""Seconds that a run's process gets to notice a final state that a user set in Prefect. It polls every 15 s."""
+"""Seconds for a run's process, which polls every 15 s, to notice a final state that a user set in Prefect."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -75,8 +75,8 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     """Cancel a run, and return a sentence about what was done.
 
     Raises:
-        InputError: the run has ended, its process has ended, and it holds no jobs or machines.
-        RolloutsError: the run's process has not released everything in time.
+        InputError: the run and its process have ended, and the run holds no jobs or machines.
+        RolloutsError: the run's process did not release the run's jobs and machines in time.
     """
     has_ended, is_alive = run["state_type"] in ENDED, ledger.is_alive(run["id"])
     if has_ended and not is_alive and not _holds(ledger, run["id"]):
@@ -116,7 +116,7 @@ class DeletedRun:
 
     run_id: str
     run_name: str
-    """The name of the folder with its results, or its id if it has no such folder."""
+    """The name of the run's folder in the store, or the run's id if the run used no stage."""
 
 
 def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:
@@ -174,7 +174,7 @@ def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: Flow
 
 
 def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:
-    if run["state_type"] not in ENDED:  # set first, because a Crashed run would be restarted
+    if run["state_type"] not in ENDED:  # set before the release, because a Crashed run would be restarted
         _set_state(address, run["id"], "CANCELLED", force=True)
     os.environ.update(prefect_environment(store, address))
     from prefect.client.schemas.objects import FlowRun  # importing prefect reads the environment

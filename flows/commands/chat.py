@@ -73,10 +73,10 @@ def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> No
 
 
 def _lines() -> Iterator[str]:
-    """Read the lines of standard input. A prompt is printed only on a terminal."""
+    """Read the lines of standard input. On a terminal, print "> " before each line."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a line may have another encoding
+        sys.stdin.reconfigure(errors="replace")  # input may contain bytes that are not UTF-8
     while True:
         try:
             line = input("> ") if is_terminal else sys.stdin.readline()
@@ -113,7 +113,7 @@ def _set(rest: str, settings: Settings) -> Settings:
     except (KeyError, ValueError):
         console.print(f"{rest} is not a setting: give one of {', '.join(kinds)} as NAME=VALUE", markup=False)
         return settings
-    changed = replace(changed, max_tokens=changed.max_tokens or None)  # 0 as in --max-tokens
+    changed = replace(changed, max_tokens=changed.max_tokens or None)  # 0 means no limit, as in --max-tokens
     shown = (f"{each.name}={getattr(changed, each.name)}" for each in fields(changed) if each.name in kinds)
     console.print(", ".join(shown), markup=False)
     return changed
@@ -145,7 +145,7 @@ async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> N
                 sys.stdout.flush()
             sys.stdout.write("\n")
             sys.stdout.flush()
-        await asyncio.gather(*tasks)  # raises an unexpected error
+        await asyncio.gather(*tasks)  # raises an unexpected error of a task
     finally:
         for task in tasks:
             task.cancel()
@@ -153,7 +153,7 @@ async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> N
 
 
 async def _say(line: str, settings: Settings, talker: Talker, parts: asyncio.Queue[str | None]) -> None:
-    """Put a model's answer into a queue as it is generated, and add it to the model's conversation."""
+    """Put each new piece of a model's answer into a queue, and the whole answer into the model's conversation."""
     asked: list[Message] = [*talker.messages, {"role": "user", "content": line}]
     system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
     sampling = {

@@ -104,12 +104,11 @@ def load_compared(store: Path, names: Sequence[str]) -> list[ComparedRun]:
 
 
 def changed_settings(store: Path, name: str) -> dict[str, Any]:  # Any: JSON
-    """The settings in a run's config.toml: those that differed from the defaults when the run began."""
+    """The settings in a run's config.toml, which has only settings that differed from their defaults."""
     return dict(flatten(read_settings(store / "runs" / name / "config.toml")))
 
 
 def page_name(names: Sequence[str]) -> str:
-    """The file name of a comparison's page."""
     whole = "_".join(names)
     if len(whole) <= MAX_NAME_CHARS:
         return f"{whole}.html"

@@ -5,7 +5,7 @@
     rollouts credentials team --remove
 
 Values are read from the environment, stored encrypted by Prefect, and never printed. This module does not import
-prefect at the top, because the functions here set Prefect's environment variables first.
+prefect at the top, because its functions set Prefect's environment variables before the import.
 
 Not here: the block in Prefect that holds the keys (flows/credentials.py).
 """
@@ -116,7 +116,7 @@ def read_variables(variables: Sequence[str]) -> dict[str, str]:
 
 
 def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
-    """Add the values to the block, and return the names of all variables in the block."""
+    """Add the values to the credentials in Prefect. Returns the names of all variables that the credentials hold."""
     from rollouts.flows.credentials import block_of, find_credentials
 
     held = {**find_credentials().get(name, {}), **values}
@@ -125,7 +125,7 @@ def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
 
 
 def remove_credentials(name: str) -> None:
-    """Delete the block of the credentials.
+    """Delete the credentials in Prefect.
 
     Raises:
         ConfigError: no credentials have this name.

@@ -1,6 +1,6 @@
 """Turn expected exceptions of a command into one printed sentence and an exit code, without a traceback.
 
-Not here: the commands. This module loads no settings.
+Not here: the commands. This module imports no settings, so that it loads quickly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def note_what_next(error: Exception) -> None:
-    """Add a note to a run's exception that tells the user what to do next, if its message does not tell it."""
+    """Add a note to a run's exception that tells the user what to do next, if the exception's message lacks it."""
     if isinstance(error, NoImprovementError):
         error.add_note(ACCEPTED_BY)
     elif exit_code_of(error) == FAILED_CODE:
@@ -87,5 +87,5 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def unwrapped(docstring: str) -> str:
-    """Join each paragraph of a docstring into one line. Otherwise the help would keep the line breaks of the source."""
+    """Join each paragraph of a docstring into one line, because Typer's help keeps line breaks."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))

@@ -1,6 +1,6 @@
 """`rollouts init`: create a configuration file from answers to questions, or from options, and validate it.
 
-Not here: the questions (init_questions.py). That module loads all checks, so it is imported late.
+Not here: the questions (init_questions.py). init_questions.py loads all checks, so this module imports it late.
 """
 
 from __future__ import annotations

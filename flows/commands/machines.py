@@ -73,7 +73,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
     """Add `gpus`, `nodes` and `reap` to the command line.
 
     Args:
-        explained: decorator for commands: an expected exception prints one sentence.
+        explained: decorator that turns an expected exception of a command into one printed sentence.
         panel: the section of the help that lists these commands.
     """
     nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)
@@ -167,7 +167,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     """Make a query with these fields.
 
     Raises:
-        InputError: a value is invalid. The message names the command's option for this field.
+        InputError: a value is invalid. The error names the command's option for the invalid field.
     """
     try:
         return GPUQuery(**fields)
@@ -198,7 +198,6 @@ def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple
 
 
 def render_offers(offers: Sequence[Offer]) -> str:
-    """Format the offers as a table."""
     head = ("USD/GPU/h", "USD/h", "GPUS", "GB EACH", "PROVIDER", "REGION", "WHERE")
     rows = [
         (
@@ -387,7 +386,7 @@ def reap_now(
     A failed run can keep its machine for some time (node.keep_on_failure_minutes). `rollouts nodes release` ends such
     a machine earlier.
     """
-    # The machines of a deleted store are in no ledger. Any other store can end these machines, even an empty store.
+    # The machines of a deleted store are in no ledger. Any other store, even an empty one, can end them.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())
@@ -436,7 +435,6 @@ def open_ledger(store: Path, *, nothing: str = "it has rented nothing") -> Ledge
 
 
 def render_rentals(rentals: Sequence[Rental], now: float) -> str:
-    """Format the machines as a table."""
     head = ("NAME", "STATE", "GPUS", "PROVIDER", "USD/h", "USD", "ENDS (UTC)", "NOTE")
     rows = [
         (

@@ -61,7 +61,7 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
     """Add `models` and its subcommands to the command line.
 
     Args:
-        explained: decorator for commands: an expected exception prints one sentence.
+        explained: decorator that turns an expected exception of a command into one printed sentence.
         panel: the section of the help that lists these commands.
     """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
@@ -138,7 +138,7 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
         replaced = find_replaced(ledger, chosen)
-        check_whole(replaced, store.resolve())  # takes minutes; another user may promote a model meanwhile
+        check_whole(replaced, store.resolve())  # takes minutes, in which another user may promote a model
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"
@@ -185,10 +185,10 @@ def _user() -> str:
 
 
 def only_line(ledger: Ledger, line: str) -> str:
-    """The line of models that the user named, or the only line of the store. small is the line of small-1 and small-2.
+    """The line of models that the user named, or the only line of the store. small-1 is of the line small.
 
     Raises:
-        InputError: the store does not have this line, or it has several lines and `line` is empty.
+        InputError: the store does not have this line, or `line` is empty and the store has several lines.
     """
     known = sorted({model.line for model in models(ledger)})
     if line in known or (not line and len(known) == 1):
@@ -200,7 +200,6 @@ def only_line(ledger: Ledger, line: str) -> str:
 
 
 def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Model | None]) -> str:
-    """Format the models as a table."""
     head = ("NAME", "ID", "ALIASES", "SCORE", "AGAINST", "MADE (UTC)", "CHECKPOINT")
     rows = []
     for model in every:
@@ -218,7 +217,6 @@ def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Mo
 
 
 def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) -> list[str]:
-    """The aliases of a model."""
     return sorted(alias.value for (line, alias), each in aliases.items() if line == model.line and each == model)
 
 

@@ -56,7 +56,7 @@ class RunState(StrEnum):
 
 
 DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
-"""All states except cancelled, because a user requested it, and skipped, which a schedule may cause every day."""
+"""All states except cancelled and skipped. A user knows of a cancellation, and a schedule may skip runs every day."""
 
 TAG = "rollouts-notify"
 """Tag of the automations that this command creates."""
@@ -66,7 +66,7 @@ ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 """Names that Prefect accepts for a block."""
 
 MENTIONS = "|replace('@', '@\u200b')"
-"""Jinja filter that disables mentions such as @everyone: it puts an invisible space after the @."""
+"""Jinja filter that disables mentions such as @everyone by an invisible space after the @."""
 PLAIN = f"replace('<', '‹')|replace('>', '›')|replace('](', '] ('){MENTIONS}"
 """Jinja filters that disable links and mentions in names of runs and in state messages."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
@@ -90,7 +90,7 @@ EARLIER_BODIES = (
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
     BODY.replace(MENTIONS, ""),
 )
-"""Message texts of earlier versions. An automation with any other text was changed by the user."""
+"""Message texts of earlier versions. If an automation has another text, the user has changed the text."""
 FIRST_MESSAGE = "From now on you get a message here when a run is {states}."
 
 
@@ -181,7 +181,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     """Send a test message, and create the automation that sends a message whenever a run enters one of the states.
 
     Raises:
-        ConfigError: the block does not exist, or the test message could not be sent. In both cases nothing is changed.
+        ConfigError: the block does not exist, or the test message could not be sent. Prefect is then unchanged.
     """
     from prefect.blocks.abstract import NotificationBlock  # importing prefect reads the environment
 
@@ -195,7 +195,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
     document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
     put_automation(address, render_automation(name, document_id, states))
-    if url:  # the new URL may be in a new block
+    if url:  # a URL of another service is saved as a new block
         _delete_blocks(address, previous - {document_id})
 
 
@@ -325,7 +325,7 @@ def _tell(automation: Automation, subject: str, body: str) -> None:
 
 
 def remove_notification(address: ServerAddress, name: str) -> None:
-    """Delete a receiver's automation. Also delete its block, if this command created the block.
+    """Delete a receiver's automation, and the receiver's block if this command created the block.
 
     Raises:
         ConfigError: no automation sends messages to this receiver.

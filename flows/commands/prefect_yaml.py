@@ -4,8 +4,8 @@ Not here: the content of a deployment (deployments.py), a server and deployments
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from their own installation of this package, and download no code. They import the user's
-modules, which the settings name, from the configuration's folder and the current folder, if these folders exist there.
+The workers import the flows from their own installation of this package, and download no code. The workers import the
+user's modules from the configuration's folder and from the current folder, if these folders exist on their machine.
 """
 
 from __future__ import annotations

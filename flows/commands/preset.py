@@ -1,4 +1,4 @@
-"""`rollouts preset`: print a preset, which is a commented configuration to start from. Also load a preset.
+"""`rollouts preset`: print or load a preset, which is a commented configuration to start from.
 
 Not here: the presets (presets/), the deployments of presets (deployments.py).
 """
@@ -53,7 +53,7 @@ def check_preset(name: str) -> None:
 
 
 def load_preset(name: str, assignments: Sequence[str]) -> Pipeline:
-    """Load a preset and replace settings by `key=value`. Paths are relative to the current folder.
+    """Load a preset and replace settings by `key=value`. Relative paths in the preset start in the current folder.
 
     Raises:
         InputError: the preset does not exist, or a setting does not fit.

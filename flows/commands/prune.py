@@ -58,5 +58,4 @@ def render_folders(folders: Sequence[FoundFolder]) -> str:
 
 
 def total_gb(folders: Sequence[FoundFolder]) -> float:
-    """The total size of folders in GB."""
     return sum(folder.num_bytes for folder in folders) / GB

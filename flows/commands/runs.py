@@ -6,8 +6,8 @@
     rollouts logs RUN rl -f                output of a stage
     rollouts report RUN --open             the report, rendered again
 
-Results go to stdout. With --json they are one JSON object per line, each with a `kind` (docs/terminal.md). The
-commands need no Prefect server.
+Results go to stdout. With --json, results are JSON objects with a `kind`, one per line (docs/terminal.md). The commands
+need no Prefect server.
 
 Not here: finding and summarizing runs (store_runs.py), comparing settings with defaults (shown_settings.py).
 """
@@ -239,7 +239,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     """The file with the RL samples of a step (default: the latest step), or with the held-out answers of a model.
 
     Raises:
-        InputError: the run has no such file. The message names the steps or models for which it has files.
+        InputError: the run has no such file. The message names the steps or models for which the run has files.
     """
     if step is not None and model:
         raise InputError("--step selects RL samples, --model selects held-out answers: give one of them")
@@ -259,7 +259,7 @@ def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None,
     if steps:
         return steps[max(steps)]
     if answers:
-        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # of the model that was evaluated last
+        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # of the last evaluated model
     raise InputError(f"{uses[0].run} has no samples yet: RL writes them at each step, and the evaluation at the end")
 
 
@@ -357,7 +357,7 @@ def logs(
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
-    """The run directory of a stage of the run, or of an inference engine of its RL stage.
+    """The run directory of a stage of the run, or of an inference engine of the run's RL stage.
 
     Raises:
         InputError: the run has not reached this stage.
@@ -379,7 +379,7 @@ def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
     """Yield the text of a file in whole lines, and the lines that are appended, until `is_over` returns True."""
     offset, rest = 0, b""
     while True:
-        ends_now = is_over()  # called before the read, so that the last read gets everything
+        ends_now = is_over()  # asked before the read, so that the last read gets all lines
         if path.is_file():
             with path.open("rb") as file:
                 file.seek(offset)

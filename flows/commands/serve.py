@@ -215,10 +215,10 @@ def _registered(given: str, store: Path) -> Path | None:
 
 
 def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
-    """Example requests for the server. They name the environment variable of the key and never contain the key."""
+    """Example requests for the server. The requests name the environment variable of the key, but not the key."""
     if not (model_dir / "tokenizer.json").exists():
         return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
-    shown = json.dumps(name, ensure_ascii=False)  # quoted for JSON and Python: a folder's name may have quotes
+    shown = json.dumps(name, ensure_ascii=False)  # for JSON and Python: a folder's name may have quotes
     body = f'{{"model": {shown}, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     key = 'os.environ["ROLLOUTS_API_KEY"]' if has_key else '"none"'
     python = [

@@ -40,7 +40,7 @@ from rollouts_core.run_directory import RunDirectory
 
 START_TIMEOUT_S = 3600.0
 PROBE_TIMEOUT_S = 40.0
-"""Timeout of a test request for one token. It is long because an engine compiles kernels at its first completion."""
+"""Timeout of a test request for one token. The timeout is long, because an engine compiles kernels at first."""
 LOOK_S = 0.5
 TELL_S = 30.0
 """Seconds between two printed lines about the start, if the output is not a terminal."""
@@ -99,7 +99,7 @@ def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_r
         if not (model_dir / "tokenizer_config.json").is_file():
             raise InputError(f"{model_dir} has no tokenizer, which {options.kind} needs: add it, or remove --engine")
         if options.api_key:
-            os.environ[API_KEY_VARIABLE] = options.api_key  # inherited by the engine
+            os.environ[API_KEY_VARIABLE] = options.api_key  # the engine inherits it
             read_key(API_KEY_VARIABLE, "--api-key")
         with bind_port(options.host, options.port) as listener:
             port = listener.getsockname()[1]
@@ -170,8 +170,8 @@ def _with_installed_engine(job: ServeJob, store: Path) -> ServeJob:
 
 @contextmanager
 def _reserved(store: Path, port: int) -> Iterator[None]:
-    """Reserve the port for the block. An engine listens only after it has loaded the model, so until then a second
-    command would find the port free and remove the first engine's files.
+    """Reserve the port for the block. An engine listens only after it has loaded the model. Without a reservation, a
+    second command would find the port free until then, and would remove the first engine's files.
 
     Raises:
         InputError: another command of the store serves at the port.
@@ -216,7 +216,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _wait_until_ready(child: ChildEngine, api_key: str) -> None:
-    """Wait until the engine has generated a token. Meanwhile, show the last line of its log."""
+    """Wait until the engine has generated a token. During the wait, show the last line of the engine's log."""
     job, began = child.job, time.monotonic()
     url = _url(job.host, job.port, is_local=True)
     told_at = began

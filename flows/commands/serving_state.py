@@ -22,7 +22,7 @@ class Serving:
 
     pid: int
     process: ProcessIdentity
-    """Shows whether `pid` is a process of this machine, because several containers may share the store."""
+    """Tells whether `pid` is a process of this machine. Several containers may share the store."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
@@ -44,7 +44,7 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The serving process of the store (None if it does not run or is not ready yet)."""
+    """The serving process of the store (None if the process does not run or is not ready yet)."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -75,7 +75,7 @@ def served_elsewhere(serving: Serving) -> str:
 def describe_deployments(serving: Serving) -> str:
     """A phrase with the names of the served deployments.
 
-    Each pipeline also has a short form and an evaluation. These are mentioned only by the endings of their names.
+    The short forms and evaluations of pipelines are mentioned only by the endings of their names.
     """
     from rollouts.flows.deployments import evaluation_name, form_name  # loads all settings
     from rollouts.flows.tools import TOOLS
@@ -93,5 +93,5 @@ def describe_gpu_slots(serving: Serving) -> str:
 
 
 def is_serving(home: Path) -> bool:
-    """Whether the serving process runs. It holds a lock, which the system releases if the process is killed."""
+    """Whether the serving process runs. The process holds a lock, which the system releases when the process ends."""
     return is_locked(home / "serving.lock", fcntl.LOCK_EX)

@@ -51,7 +51,7 @@ LIVE_FILE = "prefect/live.json"
 """File in a store with the port of its live pages (live.py)."""
 MANY = 200
 """Number of ended runs to request from a shared server, because most of them may belong to other stores. Prefect
-returns at most 200."""
+returns at most 200 runs per request."""
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
 """States of Prefect whose message is printed, because the state's name alone says too little."""
 OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
@@ -174,7 +174,8 @@ def _runs_of_store(
 
     latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
     ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
-    # The server returns a limited number. Sorted by start time, runs that a schedule plans come last.
+    # The server returns a limited number of runs. The sort by start time puts runs that a schedule plans last, so that
+    # the limit cuts off only such runs.
     under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
     return of_store(address, store, without_later_looks(under_way))[::-1], ended
 
@@ -286,7 +287,7 @@ def describe_run(
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
-    """A run's name. Before a run starts, Prefect shows a random name, so that the name is read from the parameters."""
+    """A run's name. Before a run starts, Prefect shows a random name, so the name is read from the run's parameters."""
     return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
 
 
@@ -308,7 +309,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
         if lease.is_started:
             by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
     if not by_place:
-        return []  # this command must not create a store
+        return []  # provision_node would create a store
     from rollouts.infra.node import LocalNode
     from rollouts.infra.providers import provision_node
 

@@ -177,8 +177,8 @@ def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
     """Save the deployments in `own`, and start the serving process, which registers them in Prefect.
 
-    Returns False if a serving process runs already. That process then registers `own`. The store's server may still be
-    starting.
+    Returns False if a serving process runs already, which then registers `own`. The store's Prefect server may still be
+    starting when this function is called.
 
     Args:
         gpu_slots: new maximum number of concurrent runs (0 leaves it unchanged).
@@ -206,7 +206,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
         gpu_slots: also wait until the process uses this number of slots (0 accepts any number).
 
     Raises:
-        ServerError: the process does not start in time. The message has the end of the process's log.
+        ServerError: the process does not start in time. The error has the end of the process's log.
     """
     home = store / "prefect"
     log = home / "serving.log"
@@ -243,7 +243,7 @@ def require_serving(store: Path) -> Serving:
 
 
 def _wait_until_begun(store: Path) -> Serving | None:
-    """The serving process. If it is still starting, wait until it is ready and has written its process id.
+    """The serving process. Waits for a starting process until it is ready and has written its process id.
 
     Raises:
         ServerError: the process did not become ready in time.

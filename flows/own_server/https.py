@@ -32,7 +32,7 @@ def certificate_file(home: Path) -> Path:
 
 
 def own_certificate(home: Path) -> Path:
-    """Return the path of the store's certificate. The first call generates it."""
+    """Return the path of the store's certificate. The first call generates the certificate."""
     path = certificate_file(home)
     own_secret(path, _make_certificate)
     return path
@@ -135,5 +135,5 @@ async def _begin(connection: socket.socket, make_protocol: Callable[[], asyncio.
     loop.remove_reader(connection)
     try:
         await loop.connect_accepted_socket(make_protocol, connection, ssl=tls if is_tls else None)
-    except OSError:  # also a failed TLS handshake
+    except OSError:  # for example, the TLS handshake failed
         connection.close()

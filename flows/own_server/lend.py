@@ -50,7 +50,7 @@ from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
-"""Prefect's documented port, which users may have bookmarked. It is used if it is free."""
+"""Prefect's documented port, which users may have bookmarked. A server uses this port if it is free."""
 
 LOG_FILE = "server.log"
 PORT_FILE = "port"
@@ -60,11 +60,11 @@ START_TIMEOUT_S = 180.0
 BUSY_SERVER_S = 10.0
 """Timeout in seconds of a health check, if the process that keeps the server is known to live."""
 JOIN_TIMEOUT_S = 120.0
-"""Timeout for taking start.lock. Another process may hold it during a stop or a few failing starts, which take a minute
-on a busy machine."""
+"""Timeout for taking start.lock. Another process may hold start.lock during a stop or a few failing starts, which take
+a minute on a busy machine."""
 LOOK_S = 1.0
-"""Seconds between two checks that the server lives. They must be short, because Prefect's runner stops polling for
-cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
+"""Seconds between two checks that the server lives. The interval must be short, because Prefect's runner stops polling
+for cancelled runs after ten seconds of refused connections. A restarted server accepts connections at once."""
 AGAIN_S = 30.0
 """Pause between two restarts of a server, because the cause of its death may persist."""
 
@@ -72,11 +72,11 @@ ROOT = Path(__file__).absolute().parents[2]
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
-"""Program of the keeper. It adds the package's folder to sys.path, because the package may not be installed. The folder
-is the last entry, so that no other module is hidden."""
+"""Program of the keeper. The program adds the package's folder to sys.path, because the package may not be installed.
+The folder is the last entry of sys.path, so that it hides no other module."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
-"""Loggers whose INFO lines inside a flow or a task Prefect stores with the run."""
+"""Prefect stores INFO lines of these loggers with the run, if a flow or a task logs the lines."""
 
 NAMED_SERVER_RETRIES = "7"
 """Number of attempts at each request to a server of PREFECT_API_URL, 4 minutes in total. Prefect's default of five
@@ -84,8 +84,8 @@ attempts takes one minute, which is too short for an update of a shared server. 
 serving process after three."""
 
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
-"""Environment variable that `prefect_environment` sets together with PREFECT_API_URL. It shows this process and its
-children that this module, and not the user, set PREFECT_API_URL."""
+"""Environment variable that `prefect_environment` sets together with PREFECT_API_URL. The variable shows this process
+and its children that this module, and not the user, set PREFECT_API_URL."""
 
 OF_RUNS = tuple(f"PREFECT_{group}_" for group in ("CLIENT", "FLOWS", "LOGGING", "RESULTS", "RUNNER", "TASKS", "WORKER"))
 """Prefixes of Prefect settings that take effect in commands and runs, but not in the server of a store."""
@@ -112,7 +112,7 @@ class ServerAddress:
     """The server's password, `user:token`. Empty for a server of PREFECT_API_URL, whose password is in the user's
     settings."""
     certificate: Path | None = None
-    """The certificate of a store's own server. Clients verify it before they send the password."""
+    """The certificate of a store's own server. Clients verify the certificate before they send the password."""
 
 
 def local_server(
@@ -120,8 +120,8 @@ def local_server(
 ) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` runs.
 
-    A running server of this store is joined, with any port. A killed server is restarted on its port, even during the
-    block. The server stops about two seconds after the last process that uses it left the block or died. If
+    A running server of this store is joined, with any port. While the block runs, a killed server is restarted on its
+    port. The server stops about two seconds after the last process that uses it left the block or died. If
     PREFECT_API_URL is set, the server at that URL is used, and no server is started.
 
     Args:
@@ -189,9 +189,9 @@ def running_server(store: Path) -> ServerAddress | None:
 
 @contextmanager
 def held_server() -> Iterator[None]:
-    """While the block runs, keep the server running that this process's environment names, if it is a store's server.
+    """While the block runs, keep the store's server running whose URL is in this process's environment (if any).
 
-    Used by child processes that may outlive their parent, because the server stops when no process uses it.
+    Child processes that may outlive their parent use this, because the server stops when no process uses the server.
     """
     if OWN_API_URL not in os.environ:
         yield
@@ -243,8 +243,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
 def use_prefect(store: Path, address: ServerAddress) -> None:
     """Set the environment for Prefect's client in this process, and set up Prefect's logging.
 
-    Importing flows sets up the logging, but importing only blocks does not. Python would then print Prefect's warnings
-    on the terminal.
+    Importing flows sets up the logging, but importing only blocks does not. Without Prefect's logging, Python would
+    print Prefect's warnings on the terminal.
     """
     os.environ.update(prefect_environment(store.resolve(), address))
     from prefect.logging.configuration import setup_logging
@@ -253,7 +253,6 @@ def use_prefect(store: Path, address: ServerAddress) -> None:
 
 
 def run_url(address: ServerAddress, flow_run_id: str) -> str:
-    """Return the URL of a flow run's page."""
     return f"{address.ui_url}/runs/flow-run/{flow_run_id}"
 
 
@@ -262,7 +261,7 @@ def _home(store: Path) -> Path:
 
 
 def _home_environment(home: Path) -> dict[str, str]:
-    """Return variables that set Prefect's home to the store. The user's profiles and settings then have no effect."""
+    """Return variables that set Prefect's home to the store, so that the user's profiles and settings do not apply."""
     return {
         "PREFECT_HOME": str(home),
         "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
@@ -366,7 +365,7 @@ def _shared_server(
 
 
 def _join_users(users_lock: int) -> None:
-    """Take a shared lock. The server keeps running while a process holds one. Call this with start.lock held."""
+    """Take a shared lock on users.lock. The server runs while any process holds it. The caller must hold start.lock."""
     is_taken = try_lock(users_lock, fcntl.LOCK_SH)
     # Only a keeper locks users.lock exclusively, and only with start.lock, which this process holds.
     assert is_taken, "users.lock held exclusively by a process without start.lock"
@@ -394,7 +393,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # The file may be of a dead keeper, whose port another program uses now. Therefore check the keeper, too.
+        # A dead keeper may have left server.json, and another program may use that port, so the keeper is checked, too.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)
@@ -428,7 +427,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
-    """Take keeper.lock and return its file descriptor (None if a keeper lives). Call this with start.lock held."""
+    """Take keeper.lock and return its file descriptor (None if a keeper lives). The caller must hold start.lock."""
     keeper_lock = open_lock(home / "keeper.lock")
     if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
@@ -446,8 +445,8 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 
 def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
-    """Start the keeper. It inherits the lock and the listening socket, so that no other process can take the lock or
-    the port meanwhile."""
+    """Start the keeper. The keeper inherits keeper.lock and the listening socket, so that no other process can take the
+    lock or the port meanwhile."""
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
@@ -478,8 +477,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
             # Only pages of this server may read its responses. By default, Prefect allows pages of every site.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
-            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # used by links in notifications
-            # By default the slots are in memory: a killed server would lose them, and Prefect would end their runs.
+            "PREFECT_UI_URL": f"{base_url(port)}/v2",  # links in notifications use this URL
+            # By default, concurrency slots are in memory: a killed server would lose slots, and Prefect end their runs.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI into this folder, because the default, site-packages, may be read-only or shared.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -512,7 +511,7 @@ def remembered_port(home: Path) -> int:
 
 
 def _listen(port: int, *, preferred: int = 0) -> socket.socket:
-    """Return a listening socket at `port`. For 0: at the preferred port, else the default port, else any free port."""
+    """Return a listening socket at `port`. If `port` is 0, try the preferred port, the default port, any free port."""
     for wanted in [port] if port else filter(None, (preferred, DEFAULT_PORT)):
         try:
             return _bind(wanted)

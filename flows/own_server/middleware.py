@@ -2,7 +2,7 @@
 
 SQLite refuses a transaction that wants to write while another transaction writes. Prefect's server then answers 503
 without changing anything. Prefect's clients retry, but the UI does not, and the user loses the input of a form.
-Therefore the first middleware retries the request. The error: https://www.sqlite.org/rescode.html#busy
+Therefore the first middleware retries requests that were answered with 503. The error: https://www.sqlite.org/rescode.html#busy
 
 The UI's login page contacts a service for usage statistics even if analytics are off, because the UI reads this setting
 only after the login. The second middleware adds a Content-Security-Policy, with which browsers refuse such requests.
@@ -26,7 +26,7 @@ PAUSE_S = 0.1
 
 
 def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
-    """Wrap `app`: a request that it answers with 503 is retried for up to `patience_s`."""
+    """Wrap `app`: for up to `patience_s`, retry a request that `app` answers with 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):

@@ -1,4 +1,4 @@
-"""The password of a store's Prefect server. It is generated once, in a file that only the owner can read.
+"""The password of a store's Prefect server, generated once into a file that only the owner can read.
 
 The password keeps other users of the machine, and web pages in the owner's browser, from starting runs. A configuration
 names functions, so a user who can start runs can execute any program as the server's owner.
@@ -14,7 +14,7 @@ from rollouts.infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
-"""The user name before the colon. With it, `curl --user` accepts the string unchanged."""
+"""The user name before the colon of the password, so that `curl --user` accepts the password unchanged."""
 
 
 def password_file(home: Path) -> Path:
@@ -23,7 +23,7 @@ def password_file(home: Path) -> Path:
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`. The first call generates it."""
+    """Return the password, `rollouts:<token>`. The first call generates the password."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

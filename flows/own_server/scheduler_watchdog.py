@@ -1,10 +1,10 @@
 """Detect that the background services of Prefect's server hang while the server still answers requests.
 
-The services plan scheduled runs, mark late runs and record polls. They are tasks of one worker in the server's event
-loop. In two of forty starts on a busy machine (Prefect 3.8.8, pydocket 0.27.0, burner-redis 0.1.7), this worker stopped
-executing tasks after some seconds, without a log line, so that no schedule would have started a run. Therefore this
-module adds a task that records the time. When this task stops, server_process.py restarts the server. Upstream:
-https://github.com/chrisguidry/docket.
+The services plan scheduled runs, mark late runs and record polls. One worker in the server's event loop executes all
+services as tasks. In two of forty starts on a busy machine (Prefect 3.8.8, pydocket 0.27.0, burner-redis 0.1.7), this
+worker stopped executing tasks after some seconds, without a log line, so that no schedule would have started a run.
+Therefore this module adds a task that records the time. When this task stops, server_process.py restarts the server.
+Upstream: https://github.com/chrisguidry/docket.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class SchedulerWatchdog:
 
     @property
     def has_stopped(self) -> bool:
-        """True if the task `beat` has not run for STANDSTILL_S seconds. Other threads may read this."""
+        """True if the task `beat` has not run for STANDSTILL_S seconds. Other threads may read this property."""
         return self._beat_at is not None and time.monotonic() - self._beat_at > STANDSTILL_S
 
     def describe(self) -> str:
-        """A line per task of the event loop, with the source lines at which it waits. Other threads may call this."""
+        """A line per task of the event loop, with the source lines at which it waits. Callable from other threads."""
         tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
         return "\n".join(f"{task.get_name()}: {' > '.join(_places(task.get_coro()))}" for task in tasks)
 

@@ -35,15 +35,15 @@ POLL_S = 0.5
 ASLEEP_S = 10.0
 """If a poll takes longer, this process was suspended or got no CPU time."""
 UNUSED_S = 1.5
-"""Seconds between the end of the last process that uses the server and the server's stop. Last log lines and events of
-that process still arrive."""
+"""Seconds between the end of the last process that uses the server and the server's stop. Meanwhile, the last log lines
+and events of that process arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """Maximum time that automations, such as notifications, delay an event until its preceding event arrives.
 
 Prefect's default is 15 minutes, because events may arrive out of order at several server processes. A store has only
-one server process, so its events arrive in order. A restarted server does not know earlier events, so that the events
-after them would be delayed for the full time.
+one server process, so its events arrive in order. A restarted server does not know earlier events, so that later
+events would be delayed for the full time.
 """
 
 
@@ -53,7 +53,7 @@ def base_url(port: int) -> str:
 
 
 def api_url(port: int) -> str:
-    """The URL of the server's API for clients. It uses HTTPS, so that clients can verify the server's certificate."""
+    """The URL of the server's API for clients, with HTTPS, so that clients can verify the server's certificate."""
     return f"https://{HOST}:{port}/api"
 
 
@@ -93,7 +93,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])  # without sockets: uvicorn itself accepts only one protocol
+            await super().startup([])  # no sockets, because uvicorn itself accepts only one protocol
             if template is not None and not is_copy:
                 keep_template(home, template)
             self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
@@ -119,7 +119,7 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
 
 def _stay_on_one_core() -> set[int]:
-    """Bind this process to one core. Returns its former cores (empty on a system without core affinity).
+    """Bind this process to one core. Returns the process's former cores (empty on a system without core affinity).
 
     The migration of a new database has 34,000 statements. Each statement passes from the event loop's thread to
     SQLite's thread and back. The migration takes 6 to 7 s on several cores, but 3 s on one core.
@@ -139,8 +139,8 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process when no process uses the server, or if this function fails, because no other process would end
-    it."""
+    """End this process when no process uses the server. A failed check also ends this process, because no other process
+    would end it."""
     try:
         _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - after any exception, the process must end
@@ -171,7 +171,7 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
         if not try_lock(users_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
         elif time.monotonic() - used_at > UNUSED_S:
-            return  # keeps start.lock until this process is gone
+            return  # start.lock stays locked until this process is gone
         else:
             fcntl.flock(users_lock, fcntl.LOCK_UN)
         fcntl.flock(start_lock, fcntl.LOCK_UN)
