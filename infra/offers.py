@@ -59,7 +59,7 @@ class GPUQuery(BaseModel):
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
     """Lowest CUDA version of the machine's driver, for example 12.8. Providers that cannot filter by CUDA version
     ignore this setting."""
-    providers: tuple[CloudChoice, ...] = tuple(CLOUDS)
+    providers: tuple[CloudChoice, ...] = Field(default=tuple(CLOUDS), min_length=1)
     """Providers to search. At the same price, the provider that comes first in this list wins. Providers of installed
     packages are searched only if this list names them."""
 

@@ -56,6 +56,7 @@ from rollouts.infra.renting.rentals import (
     Rental,
     RentalState,
     add_rental,
+    age_order,
     all_rentals,
     change_rental,
     find_rental,
@@ -112,7 +113,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
                 _leave_unconfirmed(rental, renting)
         if len(unit) < num_machines:
             _rent_new(unit, renting)
-        return unit
+        return sorted(unit, key=age_order)  # the first machine leads the others, also for whoever reads the ledger
 
 
 @contextmanager

@@ -180,6 +180,11 @@ def find_rental(ledger: Ledger, name: str) -> Rental | None:
     return next(iter(_select(ledger, "WHERE name = ?", name)), None)
 
 
+def age_order(rental: Rental) -> tuple[float, str]:
+    """A key that sorts machines as the ledger lists them: the machine that was requested first comes first."""
+    return rental.intended_at, rental.name
+
+
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
     """Return all machines of a run, including machines that are gone, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)

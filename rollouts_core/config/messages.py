@@ -148,6 +148,9 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel], ta
         return f"{key}: expected a table of settings, found {_show(problem['input'])}"
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
+    if problem["type"] == "too_short":
+        fewest = problem.get("ctx", {}).get("min_length", 1)
+        return f"{key}: expected at least {fewest} entr{'y' if fewest == 1 else 'ies'}, found {_show(problem['input'])}"
     if problem["type"] == "callable_type":
         return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}'
     return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}{_meant_choice(problem)}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rollouts.flows.commands.machines import OPTIONS
 from rollouts.infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
@@ -178,3 +179,9 @@ def test_an_offer_that_cannot_be_true_is_none(wrong: dict[str, Any]) -> None:
 def test_every_condition_of_a_query_has_an_option_by_which_people_change_it() -> None:
     fields = set(GPUQuery.model_fields) - {"min_cuda", "providers"}  # these choose what is asked, not what fits
     assert set(OPTIONS) == fields
+
+
+def test_a_search_needs_a_provider() -> None:
+    """Without one, the search for a key of a provider ended in an IndexError."""
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        GPUQuery(providers=())

@@ -177,8 +177,16 @@ def test_ctrl_c_while_the_second_is_being_made_gives_both_back(world: World, mon
     assert [row.state for row in world.rows()] == [RentalState.GONE] * 2
 
 
-def test_a_run_that_starts_again_goes_on_with_its_machines_in_their_order(world: World) -> None:
-    assert ids(world.rent()) == ids(world.rent()) and world.fake.num_creates() == 2
+@pytest.mark.parametrize("interrupted", [None, 0, 1], ids=["ready", "the first", "the second"])
+def test_a_run_that_starts_again_goes_on_with_its_machines_in_their_order(
+    world: World, interrupted: int | None
+) -> None:
+    """Also where it ended before the machine that leads was ready: who cancels it reads the order in the ledger."""
+    before = world.rent()
+    if interrupted is not None:
+        with Ledger(world.path) as ledger:
+            change_rental(ledger, before[interrupted], state=RentalState.RENTED)
+    assert ids(world.rent()) == ids(before) and world.fake.num_creates() == 2
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -4,7 +4,7 @@ Without it a long or nested value would flood the message, and a misspelt name w
 """
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig
 from rollouts_core.config.engine import EngineConfig
@@ -35,6 +35,7 @@ class Outer(BaseModel, extra="forbid"):
 
     size: int = 1
     gpus: tuple[int, ...] = ()
+    names: tuple[str, ...] = Field(default=("a",), min_length=1)
     inner: Inner | None = None
 
 
@@ -59,6 +60,10 @@ def test_of_what_somebody_elses_code_says_no_more_is_repeated_than_may_be_read()
     assert first_line(ValueError("short")) == "short"
 
 
+def test_a_list_that_must_not_be_empty_says_how_many_entries_it_needs() -> None:
+    assert explain({"names": []}) == "form: names: expected at least 1 entry, found []"
+
+
 @pytest.mark.parametrize("given", [0, "0,1", {"first": 0}])
 def test_what_must_be_a_list_is_called_so_and_not_by_its_name_in_python(given: object) -> None:
     assert explain({"gpus": given}) == f"form: gpus: expected a list, [...], found {given!r}"
@@ -66,7 +71,7 @@ def test_what_must_be_a_list_is_called_so_and_not_by_its_name_in_python(given: o
 
 def test_of_many_mistakes_the_first_are_shown_and_the_others_counted() -> None:
     said = explain({f"k{number}": 0 for number in range(MAX_SHOWN_MISTAKES + 2)}).splitlines()
-    known = "known are gpus, inner, size"
+    known = "known are gpus, inner, names, size"
     assert said[:-1] == [f"form: unknown key k{number}; {known}" for number in range(MAX_SHOWN_MISTAKES)]
     assert said[-1] == "form: further settings that do not fit: 2"
 
