@@ -61,7 +61,6 @@ Rows = list[dict[str, Any]]  # Any: columns of every type
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
 HUB_PRESETS = [name for name in NAMES if name != "quickstart"]
-OTHERS = [name for name in HUB_PRESETS if name != "sft_rl_gsm8k"]
 CHOSEN = "rollout.engine: auto chooses embedded, because the node has no GPU"
 SIZES = {"num_train": 20, "num_selection": 6, "num_heldout": 8}
 REDUCED: Settings = {
@@ -128,9 +127,10 @@ def test_a_preset_takes_a_training_step(name: str, tmp_path: Path) -> None:
         assert abs(metrics["rl"]["kl_rollout_policy"]) < MAX_KL, "engine and trainer compute the same model"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["sft_rl_gsm8k", *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)])
+@pytest.mark.parametrize("name", HUB_PRESETS)
 def test_a_reduced_preset_runs_to_its_report(name: str, rollouts: Rollouts, tmp_path: Path) -> None:
     write_folders_of_hub(name, tmp_path)
     changes = {

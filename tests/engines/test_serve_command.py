@@ -174,7 +174,10 @@ def stand_in(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.matrix) for each in (signal.SIGTERM, signal.SIGHUP))],
+)
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
 def test_no_process_is_left_after_a_signal(
     number: int, is_ready: bool, stand_in: str, start: SavedModel, tmp_path: Path
@@ -201,6 +204,7 @@ def test_a_signal_before_the_engine_starts_leaves_no_process(start: SavedModel, 
         command.end(signal.SIGTERM)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_nohup_keeps_the_server(stand_in: str, start: SavedModel, tmp_path: Path) -> None:
     arguments = ("--engine", "vllm", "--engine-python", stand_in)
@@ -212,6 +216,7 @@ def test_nohup_keeps_the_server(stand_in: str, start: SavedModel, tmp_path: Path
         command.end(signal.SIGTERM)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_second_command_at_the_port_of_a_starting_engine_is_refused_and_harms_nothing(
     stand_in: str, start: SavedModel, tmp_path: Path

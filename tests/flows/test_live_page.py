@@ -292,6 +292,7 @@ def test_views_appear_when_the_run_comes_to_them(served: Served, directory: RunD
     assert page.locator("article").first.get_attribute("id") == "stage-evaluate-1"
 
 
+@pytest.mark.matrix
 def test_a_run_of_10000_steps_takes_bounded_memory(browser: Browser, directory: RunDirectory) -> None:
     write_step(directory, 1)
     first = (directory.samples / "step_000001.jsonl").read_text()

@@ -57,7 +57,16 @@ def test_a_user_without_a_home_and_a_name_is_told_to_set_one(command: tuple[str,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [("up",), ("run", "small/small.toml"), ("serve", "small/base_model")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up",),
+        *(
+            pytest.param(command, marks=pytest.mark.matrix)
+            for command in (("run", "small/small.toml"), ("serve", "small/base_model"))
+        ),
+    ],
+)
 def test_a_machine_whose_loopback_is_down_is_told_so(command: tuple[str, ...], tmp_path: Path) -> None:
     write_small_pipeline(tmp_path / "small", mode="sft")
     code, said = run(("unshare", "-n"), *command, home=str(tmp_path), cwd=tmp_path)

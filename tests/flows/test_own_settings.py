@@ -61,7 +61,7 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     [
         "PREFECT_API_DATABASE_CONNECTION_URL",
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+        pytest.param("PREFECT_SERVER_DATABASE_CONNECTION_URL", marks=pytest.mark.matrix),
         pytest.param("prefect_server_database_connection_url", marks=pytest.mark.matrix),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_deployment_trains_the_configuration_of_its_own_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speaks_tls", [False, True])
+@pytest.mark.parametrize("speaks_tls", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_a_program_at_the_port_of_a_killed_server_is_sent_no_password(
     speaks_tls: bool, prefect_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

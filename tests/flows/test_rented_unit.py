@@ -106,6 +106,7 @@ def test_an_engine_has_a_rented_machine_of_its_own(
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
+@pytest.mark.matrix
 def test_machines_without_a_network_of_their_own_are_given_back_at_once(
     rollouts: Rollouts, cluster: Cluster, sky: Installed, key: Path, tmp_path: Path
 ) -> None:

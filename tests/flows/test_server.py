@@ -305,6 +305,7 @@ def test_the_only_run_of_a_deployment_keeps_its_slot_when_the_server_is_killed(s
             ask(again, "POST", f"/v2/concurrency_limits/leases/{lease_id}/renew", {"lease_duration": 300})
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_flow_leaves_its_run_and_its_lines_on_the_server_and_none_on_the_terminal(store: Path) -> None:
     flow = subprocess.run(

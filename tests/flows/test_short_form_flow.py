@@ -38,6 +38,7 @@ def message_of(rollouts: Rollouts, run_id: str) -> str:
     return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state"]["message"])
 
 
+@pytest.mark.matrix
 def test_the_short_form_is_filled_in_submitted_and_mended(
     served: Rollouts,
     page: Page,  # noqa: F811

@@ -128,6 +128,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
         wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_uv_is_found_where_its_installer_puts_it_and_fetched_without_a_pip(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,7 @@ def test_uv_is_found_where_its_installer_puts_it_and_fetched_without_a_pip(
     assert versions_seen(python, "orjson") and not (Path(python).parents[2] / "tools").exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.matrix), "uv"])
 def test_what_variables_of_the_machine_say_about_packages_counts(
@@ -172,6 +174,7 @@ def test_uv_finds_an_interpreter_that_is_new_enough(node: Node, python: str) -> 
     assert subprocess.run(show, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["nothing can be made in it", "it is there", "it has them"])
 def test_uv_keeps_packages_below_the_root_where_the_home_has_no_place_for_them(
@@ -194,6 +197,7 @@ def test_uv_keeps_packages_below_the_root_where_the_home_has_no_place_for_them(
     assert (below_root.is_dir(), own.is_dir()) == (home != "it has them", home == "it has them")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["removed", "upgraded"])
 def test_an_environment_whose_interpreter_the_machine_has_not_any_more_is_made_anew(node: Node, change: str) -> None:
@@ -209,6 +213,7 @@ def test_an_environment_whose_interpreter_the_machine_has_not_any_more_is_made_a
     assert versions_seen(str(python), "orjson").split()[0] in SMALL[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_other_versions_get_another_environment(node: Node) -> None:
     session = LocalSession(sys.executable)
@@ -218,6 +223,7 @@ def test_other_versions_get_another_environment(node: Node) -> None:
         versions_seen(without, "orjson")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_what_the_installer_said_last_is_told(session: Session, node: Node) -> None:
     with pytest.raises(
@@ -227,6 +233,7 @@ def test_what_the_installer_said_last_is_told(session: Session, node: Node) -> N
     assert "log.txt" in str(told.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_installation_that_is_killed_is_made_anew_and_leaves_nothing(node: Node) -> None:
     session = LocalSession(sys.executable)

@@ -338,6 +338,7 @@ def is_answering(url: str) -> bool:
         return False
 
 
+@pytest.mark.matrix
 def test_an_engine_that_failed_by_itself_is_named_and_not_started_again(
     rl: Stage,
     scope: RunScope,

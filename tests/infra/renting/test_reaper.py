@@ -461,6 +461,7 @@ def test_a_run_that_is_interrupted_while_its_machine_is_being_made_gives_it_back
     assert (row.state, fake.alive(), len(fake.machines)) == (RentalState.GONE, [], 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("num_kills", "num_machines"),
     [(15, 1), pytest.param(30, 1, marks=pytest.mark.matrix), pytest.param(30, 2, marks=pytest.mark.matrix)],

@@ -578,6 +578,7 @@ def session_of_bashrc(folder: Path, lines: str) -> Iterator[SSHSession]:
         yield session
 
 
+@pytest.mark.matrix
 def test_a_server_that_closes_silent_channels_does_not_end_what_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -598,6 +598,7 @@ def refuse(ranks: Ranks, model: ModelConfig) -> str:
     return ""
 
 
+@pytest.mark.matrix
 def test_a_tokenizer_of_another_model_is_refused_by_every_rank(
     base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
 ) -> None:

@@ -227,6 +227,7 @@ def test_two_machines_leave_what_two_processes_of_one_leave(
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_when_the_leaders_launcher_is_killed_the_other_machine_ends(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +240,7 @@ def test_when_the_leaders_launcher_is_killed_the_other_machine_ends(
         wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=60)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_when_another_machines_launcher_is_killed_the_leader_ends_and_names_it(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +256,7 @@ def test_when_another_machines_launcher_is_killed_the_leader_ends_and_names_it(
     assert (leader / "log.txt").read_text().splitlines()[-1] == f"rollouts: {failure}"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_process_of_another_machine_that_is_killed_ends_the_job_and_its_machine_is_in_the_log(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

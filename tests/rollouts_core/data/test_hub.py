@@ -182,6 +182,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: Hub, base_model: Mode
     assert sentence.endswith("or start again when the hub is reachable") and "\n" not in sentence
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_cached_copy_of_another_commit_does_not_stand_in_for_the_one_that_is_asked_for(
     hub: Hub, base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

@@ -179,6 +179,7 @@ def test_an_engine_that_ends_while_it_is_asked_says_why(
         main(["eval", str(write_job(tmp_path / "asked", embedded, [base_model], rows, ONE_THREAD))])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "how"), [(math.nan, "ends at its start"), (3e38, "answers that it has no numbers")])
 def test_a_checkpoint_whose_engine_has_no_numbers_is_left_out_of_a_selection(
@@ -200,6 +201,7 @@ def test_a_checkpoint_whose_engine_has_no_numbers_is_left_out_of_a_selection(
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_engine_ends_with_the_job_that_was_killed(
     write_engine: Callable[[str], EngineConfig], base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path
