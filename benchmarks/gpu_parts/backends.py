@@ -28,12 +28,12 @@ from gpu_parts.record import Figures
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.fsdp import create_fsdp_backend
 from rollouts_core.backends.ranks import join_ranks
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.engines.group import WeightGroup
 from rollouts_core.engines.group_sender import broadcast_bucket
 from rollouts_core.engines.handles import render_handles, share
 from rollouts_core.engines.sending_to_vllm import describe_tensor
 from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
+from rollouts_core.system.listening import bind_port
 
 
 def restore_backend(place: Place) -> Figures:

@@ -23,10 +23,10 @@ from gpu_parts.models import create_backend, sft_step, take_step, write_small_mo
 from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, Sample, build_batch
 from rollouts_core.config import EngineConfig, EngineKind, ModelConfig, SamplingConfig
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.engines import Endpoint, PublishTarget, connect, publish_weights
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputModel, ServeJob
+from rollouts_core.system.listening import bind_port
 
 PROMPT = [5, 6, 7, 8]
 ENGINE_START_S = {"embedded": 60.0, "sglang": 150.0, "vllm": 150.0}

@@ -30,13 +30,13 @@ from rollouts.infra.providers import open_session, provision_node
 from rollouts.tasks.engine_installs import with_engine
 from rollouts.tasks.plan import installed_on
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig, parse_config
-from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port
 from rollouts_core.engines.child import ChildEngine, explain_end, last_lines, start_child, stop_engines
 from rollouts_core.engines.launch import check_host, describe_slow_engine
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError
 from rollouts_core.job import InputModel, ServeJob
-from rollouts_core.keys import key_header, read_key
+from rollouts_core.keys import API_KEY_VARIABLE, key_header, read_key
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.listening import bind_port
 
 START_TIMEOUT_S = 3600.0
 PROBE_TIMEOUT_S = 40.0

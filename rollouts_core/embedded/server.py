@@ -10,7 +10,6 @@ Not here: endpoints (app.py), the check of API keys (gate.py), generation (sched
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -31,24 +30,18 @@ from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.slow_clients import BoundedProtocol, SlowClients
 from rollouts_core.errors import EngineError, InputError, NoMemoryError, RolloutsError
-from rollouts_core.keys import SENDABLE
+from rollouts_core.keys import API_KEY_VARIABLE, SENDABLE
+from rollouts_core.system.listening import bind_port
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
-"""Environment variable with the server's API key. A server that other machines can reach needs one."""
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
-LISTEN_BACKLOG = 2048
 MAX_SENT_SHARE = 2
 """Limit of the size of a sent weight update, relative to the size of the model's weights. Updates may be larger than
 the weights, because trainers may send a tied output head besides the embedding."""
 TICKS_PER_S = 10
 """Number of times per second that uvicorn calls `on_tick`."""
-
-
-class PortInUseError(InputError):
-    """Another process already listens on the port. The server process should end with exit code 2."""
 
 
 def serve(
@@ -128,23 +121,6 @@ def _load_decoder(model_dir: Path, *, num_slots: int, context_length: int | None
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loading") as loading:
         return loading.submit(Decoder, model_dir, num_slots=num_slots, context_length=context_length).result()
-
-
-def bind_port(host: str, port: int) -> socket.socket:
-    """Create a listening socket. Connections wait in its backlog until the server runs."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise InputError(f"cannot listen on {host}:{port} ({error}): choose another address") from error
-        raise PortInUseError(
-            f"port {port} on {host} is in use by another process: stop that process or choose another port"
-        ) from error
-    # Accepted connections inherit this option. asyncio sets it only on sockets with an explicit protocol. Without it,
-    # an answer's body would wait 40 ms for the client's delayed acknowledgement of the header.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 class _Server(uvicorn.Server):

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 from rollouts_core.config import DeploymentConfig, EngineConfig, RolloutConfig
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.endpoint import Endpoint, create_engine
@@ -32,6 +31,7 @@ from rollouts_core.metrics import read_json_lines
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.concurrency import gather
 from rollouts_core.system.files import write_json
+from rollouts_core.system.listening import bind_port
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.engines.router import SGLangRouter
 from rollouts_core.errors import ConfigError, EngineUnavailableError
 from rollouts_core.system import parent_death
+from rollouts_core.system.listening import bind_port
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 
 from rollouts_core.embedded.gate import is_loopback
-from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, serve
+from rollouts_core.embedded.server import serve
 from rollouts_core.errors import InputError
 from rollouts_core.job import ServeJob
 from rollouts_core.jobs.lease_service import start_lease_service
-from rollouts_core.keys import read_key
+from rollouts_core.keys import API_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.listening import bind_port
 from rollouts_core.system.parent_death import die_with_parent
 
 

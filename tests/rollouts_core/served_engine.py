@@ -14,8 +14,8 @@ import uvicorn
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.engines import SGLangEngine
+from rollouts_core.system.listening import bind_port
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.gate import Gate
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import bind_port
+from rollouts_core.system.listening import bind_port
 from tests.rollouts_core.data.test_dialects import template_of
 
 START, END = "<|im_start|>", "<|im_end|>"

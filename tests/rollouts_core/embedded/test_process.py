@@ -25,8 +25,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
-from rollouts_core.embedded.server import PortInUseError, bind_port, serve
+from rollouts_core.embedded.server import serve
 from rollouts_core.errors import EngineError, NoMemoryError
+from rollouts_core.system.listening import PortInUseError, bind_port
 from tests.kit.waiting import wait_until
 from tests.rollouts_core.embedded.test_server import TIMEOUT_S, TRAP, add_tokenizer
 from tests.rollouts_core.embedded.tiny_models import save_model

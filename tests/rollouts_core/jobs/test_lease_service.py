@@ -21,12 +21,12 @@ import pytest
 from rollouts.infra.jobs import start_or_attach
 from rollouts.infra.session import LocalSession
 from rollouts_core.config import EngineConfig, ModelConfig, RLTrainingConfig, RolloutConfig
-from rollouts_core.embedded.server import bind_port
 from rollouts_core.errors import ConfigError, EngineUnavailableError, InputError
 from rollouts_core.job import EngineAddress, InputFile, InputModel, RLJob, ServeJob
 from rollouts_core.jobs.job_engines import keep_leases, open_engines, renew_lease
 from rollouts_core.jobs.serve_job import offer_renewals
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.listening import bind_port
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.kit.waiting import wait_until
 
