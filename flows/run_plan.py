@@ -24,7 +24,6 @@ from rollouts.infra.gpu_state import GpuState
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
 from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
-from rollouts.tasks.progress import format_roughly
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage_order import run_stages
 from rollouts.tasks.store_paths import RUN_FILE
@@ -36,6 +35,7 @@ from rollouts_core.findings import Caution
 from rollouts_core.job import job_type
 from rollouts_core.metrics import read_metrics
 from rollouts_core.model.model_size import find_model_size
+from rollouts_core.report.charts import format_roughly
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import STAGES, kind_of, stages_of
 

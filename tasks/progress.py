@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from rollouts.infra.foreign_text import shown_lines
+from rollouts_core.report.charts import format_roughly
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
@@ -29,12 +30,6 @@ SHOWN_METRICS = {
     "response_tokens": "{:.0f} tokens",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
-
-
-def format_roughly(seconds: float) -> str:
-    """An estimated duration: 50 s, 11 min, 2.5 h."""
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 class TimesColumn(ProgressColumn):

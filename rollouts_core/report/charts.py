@@ -108,6 +108,12 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {rest_minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"
 
 
+def format_roughly(seconds: float) -> str:
+    """An estimated duration: 50 s, 11 min, 2.5 h."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 def _tick_label(value: float, spacing: float) -> str:
     decimals = max(0, math.ceil(-math.log10(spacing) - 1e-9))
     if decimals > 4 or abs(value) >= 1e6:
