@@ -4,6 +4,7 @@ interface of environments."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rollouts_core.environments.arithmetic import ArithmeticEnvironment
 from rollouts_core.environments.calculator import CalculatorEnvironment
@@ -22,8 +23,15 @@ from rollouts_core.environments.protocol import (
     ToolError,
 )
 from rollouts_core.environments.text_transformation import TextTransformationEnvironment
-from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
 from rollouts_core.plugins import Registry, find_fault_of_callable
+
+
+def make_verifiers_environment(**settings: Any) -> Environment:  # Any: settings of every type
+    """Create a `VerifiersEnvironment`. Its module is also a command, so the package must not import the module."""
+    from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
+
+    return VerifiersEnvironment(**settings)
+
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
@@ -35,7 +43,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "math_verify": MathVerifyEnvironment,
     "multiple_choice": MultipleChoiceEnvironment,
     "text_transformation": TextTransformationEnvironment,
-    "verifiers": VerifiersEnvironment,
+    "verifiers": make_verifiers_environment,
 }
 ALL_ENVIRONMENTS = Registry[Callable[[], Environment]]("rollouts.environments", ENVIRONMENTS, find_fault_of_callable)
 """The built-in environments and those of installed packages."""
@@ -59,5 +67,4 @@ __all__ = [
     "TextTransformationEnvironment",
     "Tool",
     "ToolError",
-    "VerifiersEnvironment",
 ]

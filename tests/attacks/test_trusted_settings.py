@@ -24,7 +24,7 @@ from rollouts.flows.store import STORE_VARIABLE
 from rollouts.flows.trusted_code import OWN_MODULES, VARIABLE, check_trusted
 from rollouts.infra.node import FurtherNode, InstanceNode, LocalNode, NodeSettings, RentedNode, SSHNode
 from rollouts_core.config import Config
-from rollouts_core.environments import ENVIRONMENTS, VerifiersEnvironment
+from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError
 from rollouts_core.filters import FILTERS
 from rollouts_core.rewards import REWARDS
@@ -236,7 +236,7 @@ def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_modules_that_grade_are_those_of_the_named_graders() -> None:
-    named = {*REWARDS.values(), *FILTERS.values(), *ENVIRONMENTS.values()} - {VerifiersEnvironment}
+    named = {*REWARDS.values(), *FILTERS.values(), *ENVIRONMENTS.values()} - {ENVIRONMENTS["verifiers"]}
     assert set(OWN_MODULES) == {each.__module__ for each in named}
 
 

@@ -92,6 +92,7 @@ from tests.kit.small_pipeline import small_settings
         ("run__name", "my run", "name: string should match pattern"),
         ("evaluation__metric", "loss", 'evaluation.metric cannot be "loss"'),
         ("training__sft__micro_batch_size", 3, "not a multiple of micro_batch_size 3: use micro_batch_size 2,"),
+        ("training__sft__keep_best", 1, "training.sft.keep_best 1 compares checkpoints by their loss on data.sft_eval"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: object, words: str) -> None:

@@ -180,6 +180,16 @@ def test_a_run_in_conversations_trains_and_goes_on_like_one_that_was_not_stopped
         assert torch.equal(ours, theirs)
 
 
+def test_an_environment_is_given_as_an_object(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    turns = MultiTurnConfig(max_tokens_per_turn=20)
+    changes = {"environment": TwoTurns(), "reward_fn": "", "sampling": SamplingConfig(max_new_tokens=60)}
+    rollout = ROLLOUT.model_copy(update={**changes, "multi_turn": turns})
+    _, [metrics], [batch] = train(base_model, tokenizer, tmp_path, num_steps=1, rollout=rollout)
+    assert metrics["num_turns"] > 1 and all(sample.reward is not None for sample in batch.samples)
+
+
 def test_every_sample_of_a_step_comes_from_the_weights_of_the_step_before(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

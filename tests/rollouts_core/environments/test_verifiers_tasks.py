@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,14 @@ def test_a_taskset_that_cannot_be_read_is_one_sentence(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("rollouts: the taskset 'broken_taskset' cannot be ") and sentence in line
     assert not (tmp_path / "prompts.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollouts_core.environments.verifiers_tasks", "gone", str(tmp_path / "p.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rollouts: the taskset 'gone' cannot be ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["", ".", "/", "..", "a b", "json", "\x00", "ü" * 300])
