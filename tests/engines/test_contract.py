@@ -7,6 +7,7 @@ but a reward that does not rise.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_each_completion_has_its_own_temperature(server: Server, start: SavedMod
         assert worst_gap(start, request, completion) < LOGPROB_TOLERANCE
     greedy = completions[0].tokens
     assert greedy == expected_logits(start.model, [*PROMPT, *greedy])[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_left_out_of_the_distribution(
+    server: Server, start: SavedModel
+) -> None:
+    """As for a model whose vocabulary is padded: here the model's last ids count as padding."""
+    num_known = 20
+    requests = [replace(ask(num_tokens=40, temperature=0.7, seed=seed), num_tokens=num_known) for seed in range(4)]
+
+    async def load_and_generate(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-0")
+        return await engine.generate(requests)
+
+    for request, completion in zip(requests, with_client(server, load_and_generate), strict=True):
+        assert max(completion.tokens) < num_known
+        logits = expected_logits(start.model, [*request.prompt_tokens, *completion.tokens])
+        logprobs = (logits[len(request.prompt_tokens) - 1 : -1, :num_known] / 0.7).log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        assert float((expected - torch.tensor(completion.logprobs)).abs().max()) < LOGPROB_TOLERANCE
 
 
 def test_the_rest_of_a_completion_is_not_drawn_by_the_numbers_of_its_beginning(server: Server, tmp_path: Path) -> None:
