@@ -90,7 +90,7 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
     """Memory of a forward and backward pass over a micro-batch, on each device.
 
-    Empty if config.json does not give the shape of the model.
+    Returns an empty list if config.json does not give the shape of the model.
     """
     shape = read_shape(size.settings)
     if shape is None:

@@ -149,10 +149,10 @@ class UnreadFields:
     """Collects the rows with fields that other training systems read, but this project ignores."""
 
     def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
-        """Collect nothing yet.
+        """Start without rows.
 
         Args:
-            template_values: `model.chat_template_kwargs`. A row may have a field with the same values.
+            template_values: `model.chat_template_kwargs`. A row's field with these values is not reported.
         """
         self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
