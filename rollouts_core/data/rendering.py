@@ -168,7 +168,7 @@ def _render(
 
     The tokenizer's `apply_chat_template` is not used, because it drops null content.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template  # heavy
+    from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
     tools_or_none = list(tools) if tools else None
     try:

@@ -100,7 +100,7 @@ class _Watch:
             return
         if not stamps or digest_path(self._path) != digest:
             raise DataError(f"{self._path} changed while it was in use: start again")
-        self._stamps = stamps  # files with the same content were copied or touched
+        self._stamps = stamps  # the content is the same: the files were only copied or touched
 
 
 class JsonlRows:
@@ -291,7 +291,7 @@ def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...
     """sha256, as hex, of a file's content, or of the names and contents of all files in a folder.
 
     Folders of `KEPT_BESIDE` are ignored, so a second download or clone of a model has the same digest. A path that does
-    not exist is a hub id: its digest covers the id and the revision.
+    not exist is a hub id. The digest of a hub id covers the id and the revision.
 
     Args:
         without: suffixes of files to ignore in a folder.
@@ -332,7 +332,7 @@ def _count_bytes(files: Sequence[Path]) -> int:
 def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
     """Attributes of each file (device, inode, size, times) that change when the file is written or replaced.
 
-    Empty if the path contains no files.
+    Returns an empty dict if the path contains no files.
     """
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     stamps: dict[str, tuple[int, ...]] = {}

@@ -91,7 +91,7 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """True if the token ends a turn or text, in this template or in those of other models.
+    """True if the token ends a turn or text in this template or in templates of other models.
 
     Special tokens such as `<|return|>`, `<|eom_id|>` and `<|endoftext|>` count as ends. Tags such as `</answer>` do
     not.
@@ -122,7 +122,7 @@ def render_turn(
 
 
 def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
-    """Position in a turn's text after a given beginning of its message.
+    """Position in a turn's text after the beginning of the message that was given to the model.
 
     Args:
         turn: text of the turn. The template may have stripped spaces around the message.
@@ -133,7 +133,7 @@ def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: st
         DataError: the template changes the message's words.
     """
     form = find_turn_form(tokenizer)
-    # Search from the end: the turn's header may contain the same letters as a short beginning.
+    # Search from the end, because the turn's header may contain the letters of a short beginning.
     body = turn.removesuffix(form.rest.removesuffix(form.surplus))
     for words, beginning in ((content, given), (content.strip(), given.lstrip())):
         start = len(body) - len(words) if body.endswith(words) else body.rfind(words)

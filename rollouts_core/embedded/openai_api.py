@@ -196,7 +196,7 @@ def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
 
 def split_pieces(pieces: Sequence[Piece]) -> tuple[str, str, list[ToolCall]]:
     """Split the parts of an assistant's turn into (answer, thoughts, tool calls)."""
-    from rollouts_core.data.dialects import Said, Thought, ToolCall  # heavy
+    from rollouts_core.data.dialects import Said, Thought, ToolCall  # slow to import
 
     said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
