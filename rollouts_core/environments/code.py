@@ -128,7 +128,7 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
 def _check_python(tests: str) -> None:
     """Raise ValueError for test code that is not valid Python."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # hides warnings about the tests
+        with warnings.catch_warnings(action="ignore"):  # hides Python's warnings about the test code
             compile(f"pass\n{tests}", "tests", "exec", dont_inherit=True)
     except SyntaxError as error:
         line = max(1, (error.lineno or 2) - 1)

@@ -9,8 +9,8 @@ A single-turn environment has only the method `grade`. A multi-turn environment 
 One environment object serves all conversations of a run concurrently, so it keeps the data of a conversation in
 `Conversation.state`.
 
-Mistakes of the policy are reported as an `Outcome`, with a message that the policy reads before its next turn. All
-other failures are raised as `EnvironmentUnavailableError`. They do not affect the policy's reward.
+Mistakes of the policy are reported as an `Outcome`, with a message that the policy reads before its next turn. Failures
+that the policy did not cause are raised as `EnvironmentUnavailableError`, and do not affect its reward.
 """
 
 from __future__ import annotations

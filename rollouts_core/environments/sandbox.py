@@ -51,7 +51,8 @@ BEGIN_TIMEOUT_S = 120.0
 DEFAULT_SOCKET_KB = 208
 """Assumed limit of kernel memory per socket, kB, if the kernel does not report its limit."""
 END_TIMEOUT_S = 5.0
-"""Time limit for ending all processes of a program, seconds. After it, the process that watches them is killed."""
+"""Time limit for ending all processes of a program, seconds. After this time, the process that watches the program is
+killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,8 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
-    """Start the process that watches a program. Also returns a descriptor to read problems of the start from."""
+    """Start the process that watches a program. Also returns a file descriptor, from which errors of the start can be
+    read."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise RewardError(
             "this process ignores SIGCHLD (inherited from its parent), so it would not notice the end of a program: "

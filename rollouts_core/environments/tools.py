@@ -38,8 +38,8 @@ _dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
 
 @contextmanager
 def reading_calls_in(dialect: Dialect) -> Iterator[None]:
-    """Parse tool calls in this format inside the `with` block. A context variable passes it to environments, whose
-    methods have no such argument."""
+    """Parse tool calls in this format inside the `with` block. A context variable passes the format to environments,
+    because their methods have no argument for the format."""
     before = _dialect.set(dialect)
     try:
         yield
