@@ -203,7 +203,7 @@ def _head(name: str) -> dict[str, Json]:
 
 
 def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
-    """The fields with the reason why an answer ended."""
+    """The fields of an answer that say why the answer ended."""
     from rollouts_core.data.dialects import ToolCall  # slow to import
 
     if any(isinstance(piece, ToolCall) for piece in pieces):

@@ -34,7 +34,8 @@ RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt")
 PARTS = re.compile(r"<[^<]*|[^<]+")
 """Splits a text before each `<`, where a tool call may begin."""
 THOUGHT_MARKS = ("</think>", "reasoning_content", "<|channel")
-"""Texts that show that a chat template supports thoughts. Thoughts are then separated from the answer."""
+"""Texts that show that a chat template supports thoughts. Thoughts are separated from the answer if the template has
+one of these texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class ChatModel:
         )
         try:
             dialect = find_dialect(tokenizer)
-        except DataError:  # the format of tool calls is unknown: calls remain text
+        except DataError:  # the format of tool calls is unknown, so calls remain text of the answer
             dialect = DEFAULT_DIALECT
         template = json.dumps(tokenizer.chat_template)
         return ChatForm(

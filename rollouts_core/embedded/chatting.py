@@ -38,9 +38,9 @@ class Chat:
     template_values: Mapping[str, Any]  # Any: JSON
     """Values of variables of the chat template."""
     fields: Mapping[str, Json]
-    """Fields of the /generate request besides the prompt."""
+    """Fields of the request to /generate, except the prompt."""
     has_thoughts_apart: bool = True
-    """True to return thoughts separately from the answer, if the chat template supports thoughts."""
+    """True to return thoughts separately from the answer. It needs a chat template that supports thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ChatCall:
     """A chat request that was converted to a call of /generate."""
 
     generate: GenerateCall
-    """The call of /generate, with one request per answer."""
+    """The call of /generate. It has one request for each answer of the chat request."""
     form: ChatForm | None
     """Reads thoughts and tool calls in the answers; None if answers are plain text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
@@ -82,10 +82,10 @@ def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[Se
 
 
 def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
-    """Render a chat and convert it to a call of /generate. Tokenizing a long chat takes a while.
+    """Render a chat and convert it to a call of /generate. Tokenizing a long chat is slow.
 
     Raises:
-        RequestError: the model cannot take the chat.
+        RequestError: the model has no chat template, or the template or the engine refuses the chat.
     """
     if model.tokenizer is None:
         raise RequestError("Chats need a tokenizer, but the model directory has no tokenizer.json: use /generate.")

@@ -54,7 +54,7 @@ class Constraints:
         tokenizer = self._make_tokenizer()
         try:
             problem = LLMatcher.validate_grammar(_grammar(params), tokenizer)
-        except ValueError as error:  # the schema is not JSON
+        except ValueError as error:  # raised if the schema is not JSON
             problem = str(error)
         if problem:
             name = "json_schema" if params.json_schema else "regex"
@@ -90,7 +90,8 @@ class Constraint:
 
     @torch.inference_mode()
     def restrict(self, logits_V: Tensor, ends: Collection[int]) -> None:
-        """Set the logits of forbidden tokens to minus infinity, in place. End tokens need a satisfied constraint.
+        """Set the logits of forbidden tokens to minus infinity, in place. End tokens are forbidden until the text
+        satisfies the constraint.
 
         If the matcher reached one of its limits, only end tokens are permitted.
         """

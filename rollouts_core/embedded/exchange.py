@@ -65,13 +65,13 @@ async def read_bytes(request: Request) -> bytearray:
     content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
     async for part in request.stream():
         content += part
-        if len(content) > most:  # chunked bodies have no Content-Length
+        if len(content) > most:  # counted here, because chunked bodies have no Content-Length
             raise RequestError(f"The request has more than the permitted {most} bytes: send less at once.")
     return content
 
 
 def parse_json(content: bytearray) -> Json:
-    """Parse JSON. Raises RequestError or ContractError."""
+    """Parse the JSON of a request body. Raises RequestError or ContractError if this fails."""
     if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
         raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
     try:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-"""A request with a lower temperature is greedy: it gets the most probable token. As in SGLang."""
+"""A request with a lower temperature is greedy: it gets the most probable token. SGLang has the same limit."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_PATTERNS = 32
@@ -48,7 +48,7 @@ class SamplingParams:
     """The sampling parameters and stop conditions of one completion, with SGLang's names and defaults.
 
     Raises:
-        ValueError: a value is outside its range. The message is SGLang's.
+        ValueError: a value is outside its range. The message is the same as in SGLang.
     """
 
     max_new_tokens: int | None = 128
@@ -60,15 +60,15 @@ class SamplingParams:
     stop_regex: tuple[str, ...] = ()
     """Regular expressions that end the completion when one of them matches anywhere in its text."""
     min_new_tokens: int = 0
-    """Minimum number of completion tokens. End tokens are excluded before."""
+    """Minimum number of completion tokens. A shorter completion cannot end by an end token."""
     ignore_eos: bool = False
     """If true, neither the model's end tokens nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 always gives the most probable token."""
+    """Divisor of the logits. With temperature 0, the most probable token is always sampled."""
     top_p: float = 1.0
     """Nucleus sampling: keep only the most probable tokens whose probabilities together reach this value."""
     top_k: int = -1
-    """Keep only this many of the most probable tokens; -1 keeps all."""
+    """Keep only this many of the most probable tokens; -1 keeps all tokens."""
     min_p: float = 0.0
     """Keep only tokens with at least this share of the most probable token's probability."""
     frequency_penalty: float = 0.0
@@ -147,7 +147,8 @@ class SamplingParams:
 
 
 class SamplingRows:
-    """The sampling parameters of B rows as arrays. They are updated in place, which is faster than building new arrays.
+    """The sampling parameters of B rows as arrays. The arrays are updated in place, which is faster than building new
+    ones.
 
     Args:
         num_rows: B. The content of a row is undefined until it is set.

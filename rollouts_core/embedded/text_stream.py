@@ -39,7 +39,7 @@ class TextStream:
         return shown
 
     def finish(self, text: str) -> str:
-        """Return the rest of the final text, which was not returned yet."""
+        """Return the part of the final text that `read` has not returned yet."""
         return text.removeprefix(self._sent) if text.startswith(self._sent) else self._held
 
 
