@@ -5,9 +5,9 @@
                                   +--- tokens of the completion --+                               |
                                   +--- tokenize_reply <-------------------------------------------+
 
-If the conversation exhausts its budget of tokens, turns or time, it ends as TRUNCATED. Its finish reason is the name of
-the setting. The time budget counts only the environment's time, because an engine may be busy, restarting or loading
-weights. If the chat template omits a reply from the policy's input, the conversation ends as INVALID.
+If the conversation exhausts its budget of tokens, turns or time, it ends as TRUNCATED. The finish reason is the name of
+the exhausted setting. The time budget counts only the environment's time, because an engine may be busy, restarting or
+loading weights. If the chat template omits a reply from the policy's input, the conversation ends as INVALID.
 """
 
 from __future__ import annotations

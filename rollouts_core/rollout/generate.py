@@ -122,7 +122,8 @@ class CompletionGenerator:
         ]
 
     async def break_off(self) -> None:
-        """Interrupt running requests; their samples keep the tokens so far. New requests wait until `go_on`."""
+        """Interrupt running requests, whose samples keep the tokens generated so far. New requests wait until
+        `go_on`."""
         await _break_off(self.engines)
 
     def go_on(self) -> None:
@@ -294,7 +295,7 @@ async def complete_request(
     """Generate the whole completion of a request. After an interruption, the completion is continued from its tokens.
 
     Args:
-        begun: completion to continue. If it is whole, it is returned unchanged.
+        begun: completion to continue. A whole completion is returned unchanged.
         note: called with the completion after each engine request.
 
     Raises:
@@ -418,6 +419,6 @@ def check_prompt_lengths(
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """Seed below 2**31 for one turn of a sample. It depends only on the arguments, so timing does not change
+    """Seed below 2**31 for one turn of a sample. The seed depends only on the arguments, so timing does not change
     samples."""
     return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

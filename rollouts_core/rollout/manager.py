@@ -80,7 +80,6 @@ class _Tally:
     """Counters for the metadata of the next batch. Each batch starts with new counters."""
 
     num_asked: int = 0
-    """Number of requested groups."""
     drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups by reason."""
     completed: list[int] = field(default_factory=list)

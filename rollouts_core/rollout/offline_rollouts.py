@@ -26,7 +26,7 @@ STEP_FILES = "step_*.jsonl"
 
 
 class OfflineRollouts:
-    """Returns the recorded steps of a folder as batches. It has the methods of `AsyncRolloutManager`.
+    """Returns the recorded steps of a folder as batches. The class has the methods of `AsyncRolloutManager`.
 
     Args:
         folder: the folder `samples` of an RL stage.

@@ -55,8 +55,8 @@ class Interruptible(Protocol):
     async def break_off(self) -> None:
         """Stop generating without losing tokens. New calls wait until `go_on`.
 
-        A running call may return its samples as `Status.ABORTED` with their tokens. Otherwise the manager cancels the
-        call, and the function keeps the tokens for the next request of the same samples.
+        A running call may return its samples as `Status.ABORTED` with their tokens. The manager cancels a call that
+        keeps running. The function then keeps the tokens for the next request of these samples.
         """
         ...
 
@@ -90,7 +90,7 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
 
 
 class NoEnvironment:
-    """Environment of a run without `rollout.environment`. It has no replies and no tools, and grading raises an
+    """Environment of a run without `rollout.environment`. The class has no replies and no tools, and grading raises an
     error."""
 
     def grade(self, sample: Sample) -> float:

@@ -42,8 +42,8 @@ class FinishedGroup:
 
 
 class ScheduleReplay:
-    """Returns finished groups in the order of a recorded schedule. Without a schedule: in the order in which they
-    finished."""
+    """Returns finished groups in the order of a recorded schedule. Without a schedule, groups are returned in the order
+    in which they finished."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())
