@@ -46,10 +46,10 @@ class Tool:
     description: str
     """What the tool does, as text for the policy."""
     parameters: dict[str, Any]  # Any: JSON
-    """JSON Schema of the arguments. Its type must be an object."""
+    """JSON Schema of the arguments, with the type "object"."""
     function: Callable[..., Any]  # Any: text, another JSON value, or a coroutine of one
-    """The function that the tool calls, with arguments by name. It returns text or a JSON value for the policy. It
-    raises `ToolError` if it cannot do what the policy requested."""
+    """The function that the tool calls, with arguments by name. The function returns text or a JSON value for the
+    policy, or raises `ToolError` if it cannot do what the policy requested."""
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """The description of the tool in the form that chat templates expect."""
@@ -76,7 +76,8 @@ class Conversation:
     """A running conversation between policy and environment; the argument of `respond`."""
 
     sample: Sample
-    """The unfinished sample, with the prompt. Its metadata has the answer and the other fields of the prompt's row."""
+    """The unfinished sample, with the prompt. The sample's metadata has the answer and the other fields of the prompt's
+    row."""
     messages: list[Message]
     """All messages so far, from the prompt to the policy's latest turn. Do not modify the list."""
     num_turns: int = 0

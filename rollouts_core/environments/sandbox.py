@@ -1,11 +1,11 @@
 """Run an untrusted Python program in a sandbox, without network and with limits on every resource.
 
-The program runs in separate Linux namespaces. It has no privileges and no network, and it sees no other processes. It
+The program runs in separate Linux namespaces, without privileges or network, and sees no other processes. The program
 can read the folders of the interpreter, and write to a small temporary folder that is deleted at the end. Memory, CPU
 time, processes, open files and output are limited. System calls are refused if they could exceed these limits or use
 rarely used parts of the kernel. At the time limit, all processes of the program are killed.
 
-This protects the machine from the programs that a policy tries, but not from attacks on the Linux kernel itself.
+The sandbox protects the machine from the programs that a policy tries, but not from attacks on the Linux kernel itself.
 The child process that isolates itself: `sandbox_child.py`.
 """
 
@@ -85,7 +85,8 @@ class SandboxResult:
 
 
 async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program in a sandbox. Its time limit begins when the program starts, not when the sandbox starts.
+    """Run a Python program in a sandbox. The time limit of the program begins when the program starts, not when the
+    sandbox starts.
 
     Raises:
         EnvironmentUnavailableError: the machine could not start the sandbox, or killed the program.

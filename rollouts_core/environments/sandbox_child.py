@@ -82,8 +82,8 @@ NUM_SIGNALS = 128
 MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
 """Matches lines of /proc/PID/status with the memory of a process: resident, swapped out, and page tables."""
 BEGUN = b"+"
-"""Mark in the stream of errors at the start. It is sent just before the program is executed. If the mark is missing, or
-an error follows, the program did not start."""
+"""Mark in the stream of errors at the start. The child process sends this mark just before it executes the program. If
+the mark is missing, or an error follows, the program did not start."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -95,7 +95,6 @@ def check(result: int, what: str) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(libc.mount(*arguments), f"mount {target}")
 
@@ -311,7 +310,7 @@ class MemoryGroup:
         return found is not None and int(found[1]) > 0
 
     def remove(self) -> None:
-        """Remove the cgroup. It must have no processes."""
+        """Remove the cgroup, which must have no processes."""
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self._parent)
 
@@ -350,7 +349,6 @@ def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None
 
 
 def kill_program(child: int) -> None:
-    """Kill the program and all its processes."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)  # returns when the whole namespace is gone
 
@@ -417,7 +415,6 @@ def read_cpu_s(pid: str) -> float:
 
 
 def read_links(folder: str) -> list[str]:
-    """The targets of all symbolic links in a folder."""
     targets = []
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # the process closed the file meanwhile
@@ -442,7 +439,6 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file. An existing file is overwritten."""
     with open(path, "wb") as file:
         file.write(content)
 

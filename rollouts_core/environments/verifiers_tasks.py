@@ -125,7 +125,8 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
 
     Args:
         trace: a trace that was recorded through verifiers' train client, which stores tokens.
-        pending: the unfinished sample that the agent answers. Its prompt, position and metadata are kept.
+        pending: the unfinished sample that the agent answers. The results copy the prompt, position and metadata of
+            this sample.
 
     Raises:
         EnvironmentUnavailableError: the agent failed before its trace was graded.
