@@ -124,7 +124,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of tokens that end a completion: the tokenizer's end-of-sequence token, and the turn ends of the chat
     template.
 
-    Both are needed: a base model's end-of-sequence token often differs from the turn end that SFT teaches.
+    Both kinds of tokens are needed: a base model's end-of-sequence token often differs from the turn end that SFT
+    teaches.
     """
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *find_turn_ends(tokenizer)]))
 
@@ -216,7 +217,7 @@ def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:
-    """Loss mask of the first `num_tokens` tokens: 1 for trained tokens, 0 for others."""
+    """Loss mask of the first `num_tokens` tokens: 1 for trained tokens, 0 for all other tokens."""
     if train_on == "everything":
         return [1.0] * num_tokens
     trained = turns[-1:] if train_on == "last_assistant" else turns
@@ -324,8 +325,9 @@ def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
     """Drop the spans of messages that are only context.
 
     If there is one span per assistant message, the first spans are dropped, one for each assistant message of the
-    context. Otherwise, spans that start within the rendered context are dropped. This may drop too much: a template
-    that removes earlier thoughts keeps them in the last message, so the context rendered alone can be longer.
+    context. Otherwise, spans that start within the rendered context are dropped. This rule may drop too many spans: a
+    template that removes earlier thoughts keeps the thoughts of the last message, so the context rendered alone can be
+    longer.
     """
     given = conversation.messages[: conversation.num_given]
     num_turns, num_in_given = (

@@ -41,8 +41,8 @@ TEMPLATE_FIELD = "chat_template_kwargs"
 UNTRAINED_MARKS = ("weight", "train")
 """Message keys with which OpenAI's and Axolotl's rows exclude a message from the loss (by 0 or false)."""
 OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
-"""Wrong names for the `arguments` of a tool call. They are rejected, because the call would be trained without
-arguments."""
+"""Wrong names for the `arguments` of a tool call. A call with such a name is rejected, because the model would be
+trained on a call without arguments."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 

@@ -39,7 +39,7 @@ class DataBuffer:
         self.sample_offset = 0
         """Number of prompts drawn in this epoch."""
         self.num_drawn = 0
-        """Number of prompts drawn since the start. It is also the index of the next group."""
+        """Number of prompts drawn since the start. This number is also the index of the next group."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
         """Order of the prompts in one epoch besides the current epoch, by epoch number.

@@ -149,8 +149,8 @@ class SFTDataset:
     """The samples of several datasets, visited epoch by epoch in a seeded order.
 
     After the constructor has read all rows, all tokens stay in memory (5 bytes per token). With `streaming`, rows are
-    read and tokenized at each visit, and only one chunk of rows is in memory. Both ways give the same samples in the
-    same order.
+    read and tokenized at each visit, and only one chunk of rows is in memory. With and without `streaming`, the samples
+    and their order are the same.
 
     Args:
         tables: the result of `open_datasets`.
@@ -175,7 +175,8 @@ class SFTDataset:
         self._tokenizer = tokenizer
         self._rules = rules
         self.num_dropped = 0
-        """Number of rows dropped because they are too long. With `streaming`, number of visits to such rows."""
+        """Number of rows dropped because they are too long. With `streaming`, number of visits to rows that are too
+        long."""
         self.first_dropped: list[int] = []
         """Numbers of the first dropped rows. Numbering starts at 0 and continues through all datasets."""
         self._kept: _CompactSamples | None = None

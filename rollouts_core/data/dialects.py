@@ -185,7 +185,6 @@ class Dialect:
     name: str
     """A key of `DIALECTS`, or the origin of the response template (for messages)."""
     template: ResponseTemplate
-    """Response template for transformers' parser."""
     prefix: str = ""
     """The end of the generation prompt that affects parsing, for example an opening tag of thoughts."""
     end_id: int | None = None
@@ -219,8 +218,8 @@ def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Diale
     """Find the dialect in which the chat template writes tool calls.
 
     Args:
-        setting: a key of `DIALECTS`, or a response template as JSON. If it is empty, the tokenizer's own response
-            template is tried first, then `DIALECTS` in order.
+        setting: a key of `DIALECTS`, or a response template as JSON. If "", the tokenizer's own response template is
+            tried first, then `DIALECTS` in order.
 
     Raises:
         DataError: no dialect parses the test call that the chat template rendered.

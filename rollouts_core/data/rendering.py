@@ -135,7 +135,6 @@ def with_template_values(
 
 
 def _literal(value: Any) -> str:  # Any: JSON
-    """A JSON value written as a Jinja literal."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

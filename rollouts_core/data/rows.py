@@ -160,8 +160,8 @@ class JsonlRows:
 class TableRows:
     """Reads the rows of a table of the `datasets` library by index.
 
-    Images and audio are not decoded, because decoding needs extra packages, takes time and may fail. Their value in a
-    row is the type of their column.
+    Images and audio are not decoded, because decoding needs extra packages, takes time and may fail. In a row, the
+    value of an image or audio column is the column's type.
 
     Args:
         table: a `datasets.Dataset`.
@@ -324,7 +324,7 @@ def digest_files(files: Mapping[Path, Path]) -> str:
 def _count_bytes(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
-        with suppress(OSError):  # a file removed meanwhile is reported when its content is read
+        with suppress(OSError):  # reading the content reports a file that was removed
             total += file.stat().st_size
     return total
 
@@ -374,8 +374,8 @@ class _Source(NamedTuple):
 
     @property
     def cache(self) -> Path:
-        """Cache folder for this content. Its name is the digest, because `datasets` considers files with equal names
-        and times the same."""
+        """Cache folder for this content. The folder's name is the digest, because `datasets` treats files with equal
+        names and times as the same file."""
         import datasets  # slow to import, and only needed for data other than JSONL
 
         return Path(datasets.config.HF_DATASETS_CACHE) / self.digest
