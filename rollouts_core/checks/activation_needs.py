@@ -51,7 +51,8 @@ NUM_PIECES = 3
 FORWARD_PIECES = 2
 """Pieces that exist during the forward pass: logits, and the tensors for their norm."""
 ADAPTERS_OF_LAYER = 7
-"""Linear layers in a transformer layer: q, k, v, the attention's output, gate, up, down. Each can have an adapter."""
+"""Linear layers in a transformer layer: q, k, v, the attention's output, gate, up, down. Each linear layer can have an
+adapter."""
 
 
 class Rows(NamedTuple):

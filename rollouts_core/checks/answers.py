@@ -22,7 +22,8 @@ from rollouts_core.user_code.failures import describe_raised
 
 RowCheck = Callable[[Mapping[str, Any]], None]  # Any: JSON
 COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
-"""Remedy in error messages about rows that are demonstrations instead of prompts. It works only in the mode sft."""
+"""Remedy in error messages about rows that are demonstrations instead of prompts. The remedy works only in the mode
+sft."""
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:

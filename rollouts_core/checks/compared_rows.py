@@ -25,7 +25,7 @@ from rollouts_core.types import Prompt
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
     """Raise ConfigError if no comparison of models could be significant.
 
-    This happens with too few rows, or if `max_p_value` is below the smallest possible p-value.
+    The cause is too few rows, or a `max_p_value` below the smallest possible p-value.
     """
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
@@ -101,7 +101,7 @@ def check_held_out(
     """Warn if held-out rows, at most `MAX_LEAKED_SHARE` of them, are in the training data.
 
     Args:
-        held_out: the held-out rows. They have already been compared with the demonstrations of SFT.
+        held_out: the held-out rows. The caller has already compared these rows with the demonstrations of SFT.
 
     Raises:
         DataError: more than `MAX_LEAKED_SHARE` of the held-out rows are in the training data.

@@ -17,7 +17,8 @@ from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages import kind_of, label_of
 
 MAX_LR_OF_A_BILLION = 5e-4
-"""Threshold for SFT of all weights of a model with 1e9 weights. It is proportional to 1 / sqrt(number of weights)."""
+"""Threshold for SFT of all weights of a model with 1e9 weights. The threshold is proportional to 1 / sqrt(number of
+weights)."""
 MAX_LR = 0.1
 """Threshold for the smallest models, and for models of unknown size."""
 MOST_WEIGHTS = 1e12

@@ -390,7 +390,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
 def warn_of_long_completions(config: Config) -> list[Caution]:
     """Warn if long completions would change the log-probs of shorter completions in the same micro-batch.
 
-    This happens with models that use longer rotation factors (longrope) for a whole batch if one row is long.
+    Only models with longrope do this: they use longer rotation factors for a whole batch if one row is long.
     """
     if not config.is_graded:
         return []

@@ -2,10 +2,10 @@
 
     GPUs, model, lengths, optimizer ──> GPU ranks of the trainer, GPU ranks and number of engines
 
-Trainer and engines get separate GPUs if possible. Otherwise they share all GPUs and use them in turns ("colocated").
-A run follows the plan if its settings do not place trainer and engines (`is_placement_open`). resource_needs.py
-estimates the memory. This module does not import torch. Not here: reading the GPUs of a node, storing the plan
-(tasks/gpu_placement.py).
+Trainer and engines get separate GPUs if possible. If separate GPUs do not suffice, trainer and engines share all GPUs
+and use them in turns ("colocated"). A run follows the plan if its settings do not place trainer and engines
+(`is_placement_open`). resource_needs.py estimates the memory. This module does not import torch. Not here: reading the
+GPUs of a node, storing the plan (tasks/gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollouts_core.model.model_size import ModelSize
 from rollouts_core.stages import kind_of
 
 USABLE = 0.95
-"""A trainer may use this share of a GPU's memory. CUDA itself needs the rest."""
+"""A trainer may use this share of a GPU's memory. CUDA itself needs the remaining memory."""
 CACHED_REQUESTS = 16
 """A plan reserves cache in each engine for this many requests of full length."""
 SAME_SIZE = 0.02

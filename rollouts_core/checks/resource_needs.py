@@ -5,7 +5,7 @@
     estimated   activations, logits, adapters, copies of weights, gathered layers (activation_needs.py)
                 -> a GPU with less memory gets a warning
 
-This runs before a machine is rented, so it reads no weights and does not import torch.
+The estimate runs before a machine is rented, so this module reads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class StageNeeds:
     """Memory that a training stage needs on each of its devices."""
 
     kind: str
-    """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
     """Advice for messages: settings that lower the memory."""
@@ -97,12 +96,10 @@ class StageNeeds:
 
     @property
     def least_bytes(self) -> int:
-        """Sum of the certain parts."""
         return sum_bytes(self.certain_parts)
 
     @property
     def expected_bytes(self) -> int:
-        """Sum of certain and estimated parts."""
         return sum_bytes(self.parts)
 
     def __str__(self) -> str:
@@ -231,7 +228,8 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 
     An engine uses its share of the GPU for weights and cache. The cache must hold at least the longest request: two
     bfloat16 vectors of `kv_size` per layer and token. If the trainer shares the GPU, its weights and moments stay in
-    memory while the engine runs. Its gradients and activations exist only while the engine has released its memory.
+    memory while the engine runs. The trainer's gradients and activations exist only while the engine has released its
+    memory.
 
     Args:
         gpu_bytes: the memory of the smallest GPU of the engines.

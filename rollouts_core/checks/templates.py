@@ -169,7 +169,6 @@ class UnreadFields:
             self._rows.setdefault(name, []).append(number)
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """One warning per ignored field."""
         first = "write it as the first message, with the role system"
         same = (
             "all rows get the same values for the chat template; set model.chat_template_kwargs if these suit all rows"

@@ -175,7 +175,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if not mistakes.has("model"):
         with mistakes.at("model"):
             check_model_files(config)
-    if not mistakes.has("model"):  # otherwise an unreadable model would give the same error in each check
+    if not mistakes.has("model"):  # an unreadable model would give the same error in each check
         findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
@@ -383,7 +383,7 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
 
 
 def warn_of_rl(config: Config) -> list[Caution]:
-    """Warnings about the settings of RL that need neither the model nor the data."""
+    """Warnings about the settings of RL. The checks read neither the model nor the data."""
     return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
 
 
@@ -442,7 +442,7 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
     """Read the rows on which checkpoints are compared, to find them in the training data later.
 
-    Files with errors are skipped. Their errors are collected when the whole file is checked.
+    Files with errors are skipped here. The errors are collected when each whole file is checked.
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
