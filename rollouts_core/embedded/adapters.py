@@ -32,12 +32,10 @@ class Place:
 
 
 def is_adapter(name: str) -> bool:
-    """True if the name belongs to a tensor of an adapter."""
     return name.endswith((DOWN, UP))
 
 
 def largest_rank(adapters: Mapping[str, Tensor]) -> int:
-    """The largest rank of the adapters."""
     return max(len(tensor) for name, tensor in adapters.items() if name.endswith(DOWN))
 
 
@@ -63,7 +61,6 @@ def place_adapters(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) 
 
 
 def adapter_projections(projections: Iterable[Projection]) -> list[Projection]:
-    """The matrices of all adapters."""
     return [each for projection in projections if projection.adapter for each in projection.adapter]
 
 

@@ -50,13 +50,11 @@ class Architecture:
     model_type: str
     """Name of the model family in transformers, for instance `qwen3`."""
     num_layers: int
-    """Number of transformer blocks."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
     """Width of the feed-forward layer."""
     num_heads: int
-    """Number of query heads."""
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_dim: int
@@ -72,11 +70,8 @@ class Architecture:
     max_context_length: int
     """Number of positions for which the model was trained."""
     has_qkv_bias: bool
-    """True if the query, key and value projections have biases."""
     has_output_bias: bool
-    """True if the attention's output projection has a bias."""
     has_mlp_bias: bool
-    """True if the feed-forward projections have biases."""
     has_qk_norm: bool
     """True if query and key heads have RMS norms."""
     ties_embeddings: bool

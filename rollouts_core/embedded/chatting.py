@@ -32,7 +32,8 @@ class Chat:
     """A chat request, independent of the API that received it."""
 
     messages: Sequence[Message]
-    """The conversation so far. If it ends with an unfinished assistant's turn, the model continues this turn."""
+    """The conversation so far. If the conversation ends with an unfinished assistant's turn, the model continues this
+    turn."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
     template_values: Mapping[str, Any]  # Any: JSON
@@ -40,7 +41,7 @@ class Chat:
     fields: Mapping[str, Json]
     """Fields of the request to /generate, except the prompt."""
     has_thoughts_apart: bool = True
-    """True to return thoughts separately from the answer. It needs a chat template that supports thoughts."""
+    """True to return thoughts separately from the answer, if the chat template supports thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class ChatCall:
     """A chat request that was converted to a call of /generate."""
 
     generate: GenerateCall
-    """The call of /generate. It has one request for each answer of the chat request."""
+    """The call of /generate, with one request for each answer of the chat request."""
     form: ChatForm | None
     """Reads thoughts and tool calls in the answers; None if answers are plain text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
@@ -69,7 +70,7 @@ class News:
 
 @contextmanager
 def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[ServedModel]:
-    """Load a model in this process. It runs one request at a time."""
+    """Load a model in this process. The model runs one request at a time."""
     torch.set_num_threads(num_threads)
     with Scheduler(Decoder(model_dir, num_slots=1), model_dir=model_dir) as scheduler:
         yield ServedModel(

@@ -22,7 +22,8 @@ from rollouts_core.embedded.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 WHITE_SPACE = r"[\n ]{0,8}"
-"""Pattern of permitted white space between two elements of JSON. Without a limit, some models repeat it forever."""
+"""Pattern of permitted white space between two elements of JSON. Without a limit, some models write white space
+forever."""
 
 
 class Constraints:

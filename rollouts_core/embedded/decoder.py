@@ -49,7 +49,8 @@ LENGTH_STEP = 32
 """Attention reads a multiple of this many positions. Libraries round the rest of an incomplete block differently."""
 ATTENTION_BLOCK = 512
 """Number of positions per block in torch's attention, which adds up the results of its blocks. Libraries may split the
-sum over a partly filled block differently, with another rounding. MKL with AVX-512 does so above 256 positions."""
+sum over a partly filled block differently, with another rounding. MKL with AVX-512 splits the sum above 256
+positions."""
 TRIAL_ROWS = 4
 MAX_PASS_TOKENS = 8192
 """Highest number of prompt tokens in one forward pass, unless a single prompt is longer. Limits the memory of
@@ -76,7 +77,6 @@ class LayerWeights:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All matrices of the block."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -90,7 +90,7 @@ class ModelWeights:
     head: Projection
     by_name: dict[str, Tensor]
     places: dict[str, Place]
-    """The rows of each linear layer in its joined matrix, by layer name. These layers can have adapters."""
+    """The rows of each linear layer in its joined matrix, by layer name. All layers in this dict can have adapters."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -244,7 +244,6 @@ class Decoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory of the weights, bytes."""
         return sum(tensor.nbytes for tensor in self._weights.by_name.values())
 
     @property

@@ -89,17 +89,14 @@ def string_field(body: dict[str, Json], name: str) -> str:
 
 
 def json_answer(content: Json, *, status: int = 200) -> Response:
-    """An HTTP answer with a JSON body."""
     return Response(render_json(content), status_code=status, media_type="application/json")
 
 
 def event(content: Json, *, name: str = "") -> bytes:
-    """The bytes of a server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + render_json(content) + b"\n\n"
 
 
 def render_json(content: Json) -> bytes:
-    """Serialize a value to JSON."""
     try:
         return orjson.dumps(content)
     except TypeError:  # orjson cannot write lone surrogates

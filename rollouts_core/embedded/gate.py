@@ -25,8 +25,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHANGING_GETS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker")
-"""Paths that change the server's state or take long. They accept GET requests, because SGLang does so and trainers send
-them."""
+"""Paths that change the server's state or take long. These paths accept GET, because SGLang accepts it and trainers use
+it."""
 UNAUTHORIZED = "Unauthorized"
 NOT_FROM_HERE = "a server without an API key answers only programs on its own machine, at 127.0.0.1 or localhost"
 NOT_BY_BROWSERS = "a browser must not request this path by GET: send a POST"

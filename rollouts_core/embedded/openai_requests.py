@@ -35,7 +35,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Known fields that do not affect the answer. They are accepted and ignored."""
+"""Known fields that do not affect the answer. This server accepts and ignores these fields."""
 TEXT_ALONE = "This model reads only text: send parts of the type text."
 
 

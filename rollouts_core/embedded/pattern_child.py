@@ -1,6 +1,6 @@
 """The child process of patterns.py: searches texts for patterns. The docstring of patterns.py shows its messages.
 
-It imports nothing from this project and needs no installed packages.
+This script imports nothing from this project and needs no installed packages.
 """
 
 import json

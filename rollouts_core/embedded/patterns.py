@@ -45,7 +45,6 @@ class Found:
     pattern: str = ""
     """The first pattern that matches anywhere in the text; empty if no pattern matches."""
     seconds: float = 0.0
-    """CPU time of the search, seconds."""
     problem: str = ""
     """Why the search failed; empty if the search succeeded."""
 
@@ -64,7 +63,6 @@ class PatternSearch:
         return found
 
     def close(self) -> None:
-        """End the child process if it runs."""
         self._end()
 
     def _ask(self, searches: Sequence[Search]) -> list[Found]:

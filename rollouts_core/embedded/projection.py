@@ -5,8 +5,9 @@ Not here: the model (decoder.py), reading weights (weights.py).
     weight changed -> forget_packed() -> first call packs the weight -> later calls use the packed copy
 
 Libraries multiply rows in blocks, and the remaining rows with another kernel that may round differently. For packed
-weights the library uses one kernel for nearly every number of rows, which is also faster. MKL is used on processors of
-Intel, oneDNN on others. Callers pad rows to a multiple of `row_step`, which depends on the processor.
+weights the library uses one kernel for nearly every number of rows, which is also faster. The library is MKL on
+processors of Intel, and oneDNN on other processors. Callers pad rows to a multiple of `row_step`, which depends on the
+processor.
 
 Letters: B rows, K inner dimension, N columns.
 """
@@ -61,7 +62,8 @@ class Projection:
         self.bias_N = bias_N
         self.library = library
         self.adapter: SmallProducts | None = None
-        """The adapter of this matrix; None without an adapter. Its result is computed in the adapter's dtype."""
+        """The adapter of this matrix; None without an adapter. The adapter's result is computed in the adapter's
+        dtype."""
         self._packed: Tensor | None = None
 
     @property

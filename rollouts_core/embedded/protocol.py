@@ -62,8 +62,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
-"""SGLang's sampling parameters that this engine does not support. Each has the values that are permitted besides null,
-because they have no effect."""
+"""SGLang's sampling parameters that this engine does not support. For each parameter, the permitted values besides
+null, which have no effect."""
 
 
 def _texts(value: Json) -> tuple[str, ...]:
@@ -463,7 +463,6 @@ def given_entries(found: Alternatives, wanted: LogprobParams) -> list[list[tuple
 
 
 def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Json]:
-    """SGLang's finish_reason object."""
     match reason.kind:
         case "stop":
             return {"type": "stop", "matched": reason.string or reason.token_id}
@@ -545,7 +544,7 @@ def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
 
 
 def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
-    """The number `n` of completions per prompt. It must be equal for all prompts of a request."""
+    """The number `n` of completions per prompt. `n` must be equal for all prompts of a request."""
     counts = {1 if (count := (params or {}).get("n")) is None else count for params in params_of_prompts}
     if len(counts) > 1:
         raise RequestError("The parallel_sample_num should be the same for all samples in sample params.")

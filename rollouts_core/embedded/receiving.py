@@ -62,7 +62,6 @@ class GroupCall:
     address: str
     """Address of the trainer's store, where the members of the group meet."""
     port: int
-    """Port of the trainer's store."""
     rank: int
     """Rank of this server in the group. The trainer has rank 0."""
     size: int
@@ -171,7 +170,6 @@ class WeightReceiver:
         let_go([self._groups.pop(name)])  # without a variable, so that `let_go` has the last reference
 
     def close(self) -> None:
-        """Leave all process groups."""
         for name in list(self._groups):
             self.leave(name)
 

@@ -98,7 +98,6 @@ class Partial:
     """A request and the tokens of its completion so far."""
 
     request: GenerationRequest
-    """The request that this completion answers."""
     seed: int
     """The seed for sampling: the request's seed, or a random seed if the request has none."""
     output_ids: tuple[int, ...] = ()
@@ -120,15 +119,12 @@ class Completion:
     """A finished completion, the answer to one request."""
 
     request_id: str
-    """Id of the request that this completion answers."""
     output_ids: tuple[int, ...]
     """The sampled tokens. A stop token, or the tokens of a stop string, are included."""
     output_logprobs: tuple[float, ...]
     """Log-prob of each sampled token under the distribution from which it was sampled."""
     finish_reason: FinishReason
-    """Why the completion ended."""
     prompt_tokens: int
-    """Number of tokens of the prompt."""
     weight_versions: tuple[WeightSpan, ...]
     """The weight version of each range of tokens. Without a weight update during the completion, there is one span."""
     latency_s: float
@@ -238,7 +234,6 @@ class RunningBatch:
         return self._decoder.num_slots - self.num_rows
 
     def close(self) -> None:
-        """End the child process that searches for stop patterns."""
         self._patterns.close()
 
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:

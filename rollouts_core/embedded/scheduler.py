@@ -85,7 +85,6 @@ class Load:
     """Numbers of running and waiting requests and tokens of the engine."""
 
     num_running: int
-    """Number of requests in the running batch."""
     num_waiting: int
     """Number of requests that wait for a free row in the batch or for the end of a pause."""
     num_used_tokens: int
@@ -148,7 +147,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Number of running requests."""
         return self._batch.num_rows
 
     @property
@@ -253,8 +251,8 @@ class Scheduler:
             tensors: the weights in memory, if a trainer sent them.
             kept: names of the weights that `tensors` does not replace.
 
-        The returned future resolves to the number of requests that were paused during the update. It fails with
-        `CheckpointError` if the weights cannot be loaded; all old weights then stay. It fails with
+        The returned future resolves to the number of requests that were paused during the update. The future fails with
+        `CheckpointError` if the weights cannot be loaded; all old weights then stay. The future fails with
         `EngineUnavailableError` if too many updates are waiting.
         """
         update = WeightUpdate(
@@ -271,7 +269,6 @@ class Scheduler:
         return update.done
 
     def set_weight_version(self, weight_version: str) -> Future[None]:
-        """Change the version name of the current weights."""
         return self._between_steps(lambda: self._rename_weights(weight_version))
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> Future[dict[str, str]]:

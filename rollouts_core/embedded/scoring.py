@@ -104,7 +104,6 @@ class PromptScorer:
     def __init__(self, prompt: tuple[int, ...], params: LogprobParams, num_tokens: int | None) -> None:
         assert params.start is not None, "the caller wants log-probs of the prompt"
         self.prompt = prompt
-        """Token ids of the prompt."""
         self.start = min(params.start, len(prompt) - 1)
         """First position whose logits are read."""
         self._next_ids = torch.tensor(prompt[self.start + 1 :], dtype=torch.int64)
@@ -116,7 +115,6 @@ class PromptScorer:
 
     @property
     def is_done(self) -> bool:
-        """True if all positions were read."""
         return self._num_read == len(self._next_ids)
 
     @torch.inference_mode()

@@ -92,7 +92,7 @@ def submit_all(
     requests: tuple[GenerationRequest, ...],
     listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
 ) -> list[Future[Completion]]:
-    """Submit all requests. If one of them is refused, abort the others and raise."""
+    """Submit all requests. If the scheduler refuses a request, abort the submitted requests and raise the error."""
     futures: list[Future[Completion]] = []
     for index, asked in enumerate(requests):
         try:

@@ -34,12 +34,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """Approximate number of bytes received since the header began."""
 
     def on_message_begin(self) -> None:
-        """Record that a header begins."""
         super().on_message_begin()
         self.is_in_header, self.num_header_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """Record that the header ended."""
         self.is_in_header = False
         super().on_headers_complete()
 

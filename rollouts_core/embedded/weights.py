@@ -35,7 +35,7 @@ ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"
 
 @contextmanager
 def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no types
-    """Open a safetensors file. Its tensors are memory-mapped, not copied, and stay valid after the `with` block.
+    """Open a safetensors file. The file's tensors are memory-mapped, not copied, and stay valid after the `with` block.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has a header over `MAX_HEADER_BYTES`.
@@ -129,7 +129,6 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
-    """The digest of each tensor, by name."""
     digests = read_each(digest, tensors.values(), num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
     return dict(zip(tensors, digests, strict=True))
 
