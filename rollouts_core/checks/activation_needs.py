@@ -51,7 +51,8 @@ NUM_PIECES = 3
 FORWARD_PIECES = 2
 """Pieces that exist during the forward pass: logits, and the tensors for their norm."""
 ADAPTERS_OF_LAYER = 7
-"""Linear layers in a transformer layer: q, k, v, the attention's output, gate, up, down. Each can have an adapter."""
+"""Linear layers in a transformer layer: q, k, v, the attention's output, gate, up, down. Each linear layer can have an
+adapter."""
 
 
 class Rows(NamedTuple):
@@ -90,7 +91,7 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
     """Memory of a forward and backward pass over a micro-batch, on each device.
 
-    Empty if config.json does not give the shape of the model.
+    Returns an empty list if config.json does not give the shape of the model.
     """
     shape = read_shape(size.settings)
     if shape is None:

@@ -14,7 +14,8 @@ from rollouts_core.findings import Caution
 
 
 def describe_adapter_form(config: Config) -> list[str]:
-    """Report how RL sends its LoRA adapters to the engines. Empty without adapters or without engines."""
+    """Report how RL sends its LoRA adapters to the engines. Returns an empty list if RL trains no adapters or uses no
+    engines."""
     if not config.training.rl.policy.lora.rank or not config.is_graded or config.data.rollouts:
         return []
     reason = find_merge_reason(config.training.rl, config.rollout, config.deployment)
@@ -38,7 +39,7 @@ def sends_adapters(training: RLTrainingConfig, rollout: RolloutConfig, deploymen
 
 
 def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deployment: DeploymentConfig) -> str:
-    """The reason, for messages, why engines get merged weights instead of adapters. Empty if they get adapters."""
+    """The reason, for messages, why engines get merged weights instead of adapters; "" if engines get adapters."""
     spec, rank = rollout.engine.spec, training.policy.lora.rank
     if spec.adapter_form != "folder":
         return "" if spec.adapter_form else f"{spec.title} does not support adapters"
@@ -58,14 +59,14 @@ def find_merge_reason(training: RLTrainingConfig, rollout: RolloutConfig, deploy
 def find_unknown_architecture(rollout: RolloutConfig, folder: Path) -> str:
     """A reason, for messages, if the engine may not support adapters for this model's architecture.
 
-    Empty if the architecture is on the engine's list, or if the model's folder is not on this machine.
+    Returns "" if the architecture is on the engine's list, or if the model's folder is not on this machine.
     """
     known = rollout.engine.spec.adapted_architectures
     if not known or not (folder / "config.json").is_file():
         return ""
     try:
         architecture = str((read_json(folder / "config.json").get("architectures") or ["?"])[0])
-    except CheckpointError:  # the model's own checks name the problem
+    except CheckpointError:  # the checks of the model report an unreadable config.json
         return ""
     title = rollout.engine.spec.title
     return "" if architecture in known else f"{title} is not known to support adapters for {architecture}"

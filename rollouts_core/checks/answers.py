@@ -22,11 +22,13 @@ from rollouts_core.user_code.failures import describe_raised
 
 RowCheck = Callable[[Mapping[str, Any]], None]  # Any: JSON
 COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
-"""Remedy for messages if rows are demonstrations instead of prompts. It applies only in the mode sft."""
+"""Remedy in error messages about rows that are demonstrations instead of prompts. The remedy works only in the mode
+sft."""
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:
-    """Check that each prompt has what its graders need, as far as this is known: fields, and a usable `answer`.
+    """Check that each prompt has the fields and the usable `answer` that its graders need, as far as these needs are
+    known.
 
     Args:
         bad: collects the errors of rows. If None, they are raised after all prompts were checked.
@@ -89,7 +91,8 @@ def _check_answer(
 
 
 def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -> None:  # Any: JSON
-    """Call a grader's check of a row. A ValueError describes a mistake in the row; other errors become ConfigError."""
+    """Call a grader's check of a row. ValueError (a mistake in the row) and RolloutsError are raised unchanged. All
+    other exceptions become ConfigError."""
     try:
         check(row)
     except (ValueError, RolloutsError):

@@ -25,7 +25,7 @@ from rollouts_core.types import Prompt
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
     """Raise ConfigError if no comparison of models could be significant.
 
-    This happens with too few rows, or if `max_p_value` is below the smallest possible p-value.
+    The cause is too few rows, or a `max_p_value` below the smallest possible p-value.
     """
     if max_p_value < LEAST_P_VALUE:
         raise ConfigError(
@@ -42,12 +42,13 @@ def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: s
 
 
 def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
-    """Report how many rows of `data.heldout` a new model must win to be promoted. Empty if this is not known.
+    """Report how many rows of `data.heldout` a new model must win to be promoted. Returns an empty list if this number
+    is not known.
 
     Raises:
         ConfigError: no result could lead to a promotion.
     """
-    if max_p_value >= 1:  # every improvement is accepted
+    if max_p_value >= 1:  # every improvement leads to a promotion
         return []
     num_rows = sum(
         1
@@ -78,7 +79,7 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
         return False
     if rollout.reward_fn != "":
         return rollout.reward_fn in REWARDS
-    return rollout.environment_name in ENVIRONMENTS.keys() - {"verifiers"}  # its tasksets may give any reward
+    return rollout.environment_name in ENVIRONMENTS.keys() - {"verifiers"}  # tasksets of verifiers may give any reward
 
 
 def check_other_rows(data: DataConfig) -> None:
@@ -97,13 +98,13 @@ def check_other_rows(data: DataConfig) -> None:
 def check_held_out(
     held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
 ) -> list[Caution]:
-    """Warn if a few held-out rows are in the training data.
+    """Warn if held-out rows, at most `MAX_LEAKED_SHARE` of them, are in the training data.
 
     Args:
-        held_out: the held-out rows. They have already been compared with the demonstrations of SFT.
+        held_out: the held-out rows. The caller has already compared these rows with the demonstrations of SFT.
 
     Raises:
-        DataError: more than a few held-out rows are in the training data.
+        DataError: more than `MAX_LEAKED_SHARE` of the held-out rows are in the training data.
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):

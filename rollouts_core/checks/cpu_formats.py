@@ -1,7 +1,7 @@
 """Warn if a training uses bfloat16 on a CPU that has no fast instructions for bfloat16.
 
-Without AVX512-BF16 or AMX, bfloat16 is many times slower than float32. The factor is measured, because torch may not
-use all instructions that the CPU has (`ONEDNN_MAX_CPU_ISA`).
+Without AVX512-BF16 or AMX, bfloat16 is many times slower than float32. This module measures the slowdown, because torch
+may not use all instructions that the CPU has (`ONEDNN_MAX_CPU_ISA`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) 
 def describe_slow_training(
     kind: str, policy: PolicyConfig, deployment: DeploymentConfig, *, flags: Collection[str] | None = None
 ) -> str:
-    """A warning if a training uses bfloat16 on this machine's CPU and float32 is faster there; else empty.
+    """A warning if a training uses bfloat16 on this machine's CPU and float32 is faster there; else "".
 
     Args:
         flags: instruction sets of the CPU; None reads /proc/cpuinfo.
@@ -51,7 +51,7 @@ def describe_slow_training(
 
 
 def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] | None = None) -> str:
-    """A warning with the measured factor if bfloat16 is slower than float32 on this CPU; else empty.
+    """A warning with the measured slowdown if bfloat16 is slower than float32 on this CPU; else "".
 
     Args:
         remedy: advice at the end of the warning.
@@ -81,7 +81,7 @@ def _time_product(dtype: torch.dtype) -> float:
 
 
 def read_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The instruction sets of the first CPU; empty if the file does not exist."""
+    """The instruction sets of the first CPU; an empty set if the file `path` does not exist."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

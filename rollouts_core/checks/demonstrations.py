@@ -81,10 +81,10 @@ def check_demonstrations(
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else counts.num_samples)
-    if not num_epoch_rows:  # later rows of streamed data may be shorter
+    if not num_epoch_rows:  # not an error: rows of streamed data that were not read may be shorter
         sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was checked"
         return [*findings, Caution(f"{sentence}: raise it, because otherwise there may be nothing to train on")]
-    num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
+    num_rows = math.ceil(num_epoch_rows)  # a packed row never has demonstrations of two epochs
     if num_rows < sft.batch_size:
         findings.append(
             Caution(
@@ -102,7 +102,7 @@ def check_demonstrations(
 
 
 def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, DatasetConfig]]:
-    """The datasets of SFT without known errors, each with the name of its setting."""
+    """The datasets of SFT for which `mistakes` has no error, each with the name of its setting."""
     if isinstance(config.data.sft, str):
         return [] if mistakes.has("data.sft") else [("data.sft", config.demonstrations[0])]
     placed = [(f"data.sft.{index}", dataset) for index, dataset in enumerate(config.data.sft)]
@@ -115,7 +115,7 @@ def dataset_of(name: RowFile, config: Config) -> DatasetConfig:
 
 
 def read_each_demonstration(dataset: DatasetConfig) -> None:
-    """Check the form of the rows of a dataset, if the model's tokenizer cannot be loaded.
+    """Check the form of the rows of a dataset without a tokenizer, for a model whose tokenizer cannot be loaded.
 
     Raises:
         DataError: a row is not a demonstration, or the dataset cannot be read.
@@ -146,7 +146,7 @@ class TaughtTurns:
         """Check a demonstration.
 
         Raises:
-            DataError: see `trained_turns`.
+            DataError: the conversation has no assistant message after its context.
         """
         if isinstance(read, str):
             self._empty += [number] if not read.strip() else []
@@ -155,7 +155,7 @@ class TaughtTurns:
         if any(map(says_nothing, turns)):
             self._empty.append(number)
         said = find_said(turns)
-        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the template writes thoughts from another key
+        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the template writes another key with thoughts
             said -= set(THOUGHTS)
         for key in said & self._unwritten.keys():
             self._unwritten[key].append(number)
@@ -195,9 +195,9 @@ class _Counts:
     num_checked: int
     """Rows that were read. Fewer than `num_rows` for streamed data."""
     num_dropped: int
-    """Rows that are left out because they are too long."""
+    """Rows that SFT drops because they are too long."""
     num_cut: int
-    """Rows that are truncated."""
+    """Rows that SFT truncates."""
     num_samples: int
     """Samples made from the rows. A conversation gives several samples if its turns need separate texts."""
     num_tokens: int
@@ -229,7 +229,7 @@ def _check_demonstrations(
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequence[HeldOutRows] = (),
 ) -> _Counts:
-    commit = resolve_revision(dataset.path, dataset.revision)  # reports a wrong name before any row is read
+    commit = resolve_revision(dataset.path, dataset.revision)  # raises for a wrong dataset name before any row is read
     [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
@@ -285,10 +285,10 @@ def _note_rows(
     unread_fields: UnreadFields,
     bad: BadRows,
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows unchanged. Before that, pass each row to the objects that collect warnings."""
+    """Pass each row to the objects that collect warnings, then yield the row unchanged."""
     for number, row in rows:
         bad.num_rows = number
-        with suppress(DataError):  # the code that turns the row into samples reports the error
+        with suppress(DataError):  # the code that converts the row to samples reports the error
             read = read_demonstration(row)
             if not isinstance(read, str):
                 unwritten_roles.note(number, read.messages)

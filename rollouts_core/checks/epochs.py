@@ -19,7 +19,7 @@ def render_epochs(num_epochs: float) -> str:
 
 
 def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: str, many: int) -> str:
-    """A sentence about the number of epochs of a training. It is a warning above `many` epochs, probably a mistake.
+    """A sentence about the number of epochs of a training. Above `many` epochs, the sentence is a warning.
 
     Args:
         stage: the training's settings, for example "training.sft".

@@ -57,7 +57,7 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
 def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
     """Import every function that the rollout settings name. Errors, such as unknown names, go to `mistakes`."""
     for index, reward in enumerate(rollout.rewards):
-        if not mistakes.has(f"rollout.rewards.{index}"):  # its model could not be downloaded
+        if not mistakes.has(f"rollout.rewards.{index}"):  # else the model of this reward could not be downloaded
             with mistakes.at(f"rollout.rewards.{index}"):
                 resolve_reward(reward, rollout)
     for index, each in enumerate(rollout.filters):
@@ -92,7 +92,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
 
     Raises:
         ConfigError: a service or environment that grades failed, or a name is unknown (see `find_functions`).
-        RewardError: a function raised, or returned an unusable value.
+        RewardError: a function raised an exception, or returned an unusable value.
     """
     filter_fn = resolve_filter_fn(config.rollout)
     graded = asyncio.run(_grade_each(prompts, config, tokenizer))
@@ -172,7 +172,7 @@ def warn_of_missing_answers(
 
 
 def looks_at_answers(rollout: RolloutConfig) -> bool:
-    """True if a completion that contains the row's `answer` should get a high reward, as far as this is known.
+    """True if a completion that contains the row's `answer` probably should get a high reward.
 
     False for conversations, and for built-in environments that do not compare with `answer`.
     """

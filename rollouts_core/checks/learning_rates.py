@@ -17,17 +17,20 @@ from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages import kind_of, label_of
 
 MAX_LR_OF_A_BILLION = 5e-4
-"""Threshold for SFT of all weights of a model with 1e9 weights. It is proportional to 1 / sqrt(number of weights)."""
+"""Threshold for SFT of all weights of a model with 1e9 weights. The threshold is proportional to 1 / sqrt(number of
+weights)."""
 MAX_LR = 0.1
 """Threshold for the smallest models, and for models of unknown size."""
 MOST_WEIGHTS = 1e12
-"""The largest model size. If a learning rate is below this size's threshold, the size of the model is not read."""
+"""Number of weights of the largest model. Learning rates below the threshold of this size need no check, so the size of
+the model in use is not read."""
 LORA_FACTOR = 10.0
 """Usual learning rate for adapters divided by the usual learning rate for all weights."""
 
 
 def check_learning_rates(config: Config) -> list[str]:
-    """A warning for each training with a far too large learning rate, and a remark if it is small for adapters."""
+    """A warning for each training with a far too large learning rate, and a remark for each that is small for
+    adapters."""
     found: list[str] = []
     for name, training in config.trainings.items():
         found += _of_stage(name, training.optim, training.policy, config)

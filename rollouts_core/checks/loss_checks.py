@@ -25,8 +25,8 @@ from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
-"""Numbers of tokens of the four completions in the batch. The lengths differ, so that a loss that takes means over
-micro-batches instead of sums has another total than over the whole batch."""
+"""Numbers of tokens of the four completions in the batch. The lengths differ, so that a loss that wrongly averages over
+each micro-batch gives another total than over the whole batch."""
 MANY_TOKENS, FEW_TOKENS = 1000, 2
 """Limits of tokens per micro-batch: the first puts all rows into one micro-batch, the second each row into its own."""
 TOLERANCE = 1e-3

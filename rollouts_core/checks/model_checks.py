@@ -55,7 +55,7 @@ def check_model_files(config: Config) -> None:
     A hub name in `model.path` passes the check only if the run generates no completions, because engines need a folder.
 
     Raises:
-        CheckpointError, ConfigError: one sentence about the model's folder.
+        CheckpointError, ConfigError: the model's folder is missing, incomplete or unreadable.
     """
     folder = Path(config.model.path)
     is_generating = config.evaluation.metric == "accuracy"
@@ -197,7 +197,7 @@ def _stages_of_jax(config: Config) -> list[str]:
 def _check_shards(folder: Path) -> None:
     """Raise CheckpointError if a weight file in the index is missing, for example after an interrupted download."""
     index = folder / INDEX
-    if (folder / WHOLE).is_file() or not index.is_file():  # if both exist, loaders read only the single weight file
+    if (folder / WHOLE).is_file() or not index.is_file():  # loaders ignore the index if the single weight file exists
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -243,7 +243,7 @@ def check_jax_model(config: Config) -> None:
 
 
 def check_language_model(config: Config) -> list[Caution]:
-    """Warn if a multimodal model is given, of which only the language model is trained.
+    """Warn if the model is multimodal, because only its language model is trained.
 
     Raises:
         ConfigError: transformers cannot load the model as a language model.
@@ -269,7 +269,8 @@ def check_language_model(config: Config) -> list[Caution]:
 
 
 def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The configuration of the language model inside a model. None if several parts process text, as in MusicGen."""
+    """The configuration of the language model inside a model; None if several parts of the model process text, as in
+    MusicGen."""
     try:
         text: PreTrainedConfig = settings.get_text_config()
     except ValueError:
@@ -278,7 +279,8 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError if samples must not share rows (packing), because the model would mix them or is limited."""
+    """Raise ConfigError for packing (samples that share rows) if the model would mix the samples, or has too few
+    positions."""
     given = [f"training.{name}.packing" for name, each in config.trainings.items() if each.packing]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
@@ -369,7 +371,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
     """Warn if the longest demonstration exceeds the context length of the model.
 
     Raises:
-        ConfigError: the model cannot compute so many positions at all.
+        ConfigError: the model cannot compute as many positions as the demonstration needs.
     """
     positions, num_needed = find_positions(model), num_tokens - 1  # the last token is not an input
     if positions is None or num_needed <= positions.num:
@@ -388,7 +390,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
 def warn_of_long_completions(config: Config) -> list[Caution]:
     """Warn if long completions would change the log-probs of shorter completions in the same micro-batch.
 
-    This happens with models that use longer rotation factors (longrope) for a whole batch if one row is long.
+    Only models with longrope do this: they use longer rotation factors for a whole batch if one row is long.
     """
     if not config.is_graded:
         return []

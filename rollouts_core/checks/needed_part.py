@@ -22,5 +22,5 @@ def sum_bytes(parts: Iterable[Part]) -> int:
 
 
 def describe_parts(parts: Iterable[Part]) -> str:
-    """Text such as "weights 5.7, gradients 5.7", in GiB. Parts that would be shown as 0.0 are left out."""
+    """Text such as "weights 5.7, gradients 5.7", in GiB. Parts that round to 0.0 are left out."""
     return ", ".join(f"{part.name} {part.num_bytes / GIB:.1f}" for part in parts if part.num_bytes >= 0.05 * GIB)

@@ -64,7 +64,7 @@ def warn_of_equal_completions(config: Config) -> list[Caution]:
 
 
 def _of_other_modes(config: Config) -> list[str]:
-    """A sentence for each changed section and each data file of a training that is not part of the run's mode."""
+    """A sentence for each changed section and each data file of trainings that the run's mode does not include."""
     data, training, usual = config.data, config.training, TrainingConfig()
     found: list[str] = []
     for name, kind in TRAININGS.items():

@@ -2,10 +2,10 @@
 
     GPUs, model, lengths, optimizer ──> GPU ranks of the trainer, GPU ranks and number of engines
 
-Trainer and engines get separate GPUs if possible. Otherwise they share all GPUs and use them in turns ("colocated").
-A run follows the plan if its settings do not place trainer and engines (`is_placement_open`). resource_needs.py
-estimates the memory. This module does not import torch. Not here: reading the GPUs of a node, storing the plan
-(tasks/gpu_placement.py).
+Trainer and engines get separate GPUs if possible. If separate GPUs do not suffice, trainer and engines share all GPUs
+and use them in turns ("colocated"). A run follows the plan if its settings do not place trainer and engines
+(`is_placement_open`). resource_needs.py estimates the memory. This module does not import torch. Not here: reading the
+GPUs of a node, storing the plan (tasks/gpu_placement.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollouts_core.model.model_size import ModelSize
 from rollouts_core.stages import kind_of
 
 USABLE = 0.95
-"""A trainer may use this share of a GPU's memory. CUDA itself needs the rest."""
+"""A trainer may use this share of a GPU's memory. CUDA itself needs the remaining memory."""
 CACHED_REQUESTS = 16
 """A plan reserves cache in each engine for this many requests of full length."""
 SAME_SIZE = 0.02
@@ -109,8 +109,8 @@ class PlacedWork:
 def is_placement_open(config: Config) -> bool:
     """True if the run must plan which GPUs train and which serve engines.
 
-    False without engines on GPUs, if a setting in PLACED is set, or if an argument of the engine divides the model or
-    sets the engine's share of GPU memory.
+    False if RL uses no engine on GPUs, if a setting in PLACED is set, or if an argument of the engine divides the model
+    or sets the engine's share of GPU memory.
     """
     engine, default = config.rollout.engine, DeploymentConfig()
     if not config.samples_for_training or engine.spec.is_own:
@@ -122,7 +122,8 @@ def is_placement_open(config: Config) -> bool:
 
 
 def with_placement(config: Config, settings: Mapping[str, Any]) -> Config:  # Any: JSON
-    """The configuration with the planned settings of `deployment`. Unchanged if the user's settings name the GPUs.
+    """The configuration with the planned settings of `deployment`. The configuration is returned unchanged if the run
+    needs no plan (`is_placement_open`).
 
     Args:
         settings: from `PlacementPlan.settings`; empty without a plan.
@@ -158,7 +159,8 @@ def plan_placement(config: Config, size: ModelSize, gpu_bytes: Mapping[int, int]
         gpu_bytes: the memory of each GPU, by GPU rank.
 
     Raises:
-        ConfigError: the GPUs differ in size, or no placement fits. The message says how many such GPUs would suffice.
+        ConfigError: the GPUs differ in size, or no placement fits. The message says how many GPUs of this size would
+            suffice.
     """
     smallest, largest = min(gpu_bytes.values()), max(gpu_bytes.values())
     if largest - smallest > SAME_SIZE * largest:
@@ -226,15 +228,15 @@ def _is_allowed(config: Config, plan: PlacementPlan) -> bool:
     if uses_jax and len(plan.trainer_ranks) > 1:
         return False
     if way == "tensors" and not (plan.is_colocated and plan.num_engines == 1):
-        return False  # with "tensors", the engine maps memory of the trainer's first GPU
+        return False  # with weight_transfer "tensors", the engine maps memory of the trainer's first GPU
     runs_ahead = config.rollout.max_staleness > 0 or config.training.rl.sync_every > 1
     return not (plan.is_colocated and (runs_ahead or way == "nccl"))
 
 
 def _trainer_bytes(config: Config, size: ModelSize, num_trainers: int) -> tuple[int, int]:
-    """Bytes that a training on `num_trainers` GPUs needs on each GPU.
+    """Bytes that a training on `num_trainers` GPUs needs on each GPU: in total, and while engines generate.
 
-    The second number is the part that stays allocated while engines on the same GPUs generate.
+    The second number is the memory that stays allocated while engines on the same GPUs generate.
     """
     ranks = {"trainer_gpu_ranks": tuple(range(num_trainers)), "trainer_processes": 0}
     placed = config.model_copy(update={"deployment": config.deployment.model_copy(update=ranks)})

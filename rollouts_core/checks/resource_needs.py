@@ -5,7 +5,7 @@
     estimated   activations, logits, adapters, copies of weights, gathered layers (activation_needs.py)
                 -> a GPU with less memory gets a warning
 
-This runs before a machine is rented, so it reads no weights and does not import torch.
+The estimate runs before a machine is rented, so this module reads no weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def stored_weight_bytes(policy: PolicyConfig) -> int:
 
 
 def state_parts(num_parameters: int, policy: PolicyConfig, *, with_reference: bool, num_processes: int) -> list[Part]:
-    """Memory of weights, gradients and optimizer state in each process. They are divided evenly among the processes.
+    """Memory of weights, gradients and optimizer state in each process. The processes share this memory evenly.
 
-    If adapters are trained, only the frozen weights count here. They also serve as the reference model.
+    If adapters are trained, only the frozen weights count here. The frozen weights also serve as the reference model.
     """
     share = num_parameters * FLOAT32_BYTES // num_processes
     if policy.lora.rank:
@@ -85,24 +85,21 @@ class StageNeeds:
     """Memory that a training stage needs on each of its devices."""
 
     kind: str
-    """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
     """Advice for messages: settings that lower the memory."""
 
     @property
     def certain_parts(self) -> list[Part]:
-        """The parts that are not estimates."""
+        """The parts of the memory that are not estimates."""
         return [part for part in self.parts if part.is_certain]
 
     @property
     def least_bytes(self) -> int:
-        """Sum of the certain parts."""
         return sum_bytes(self.certain_parts)
 
     @property
     def expected_bytes(self) -> int:
-        """Sum of certain and estimated parts."""
         return sum_bytes(self.parts)
 
     def __str__(self) -> str:
@@ -111,7 +108,7 @@ class StageNeeds:
         return f"{total} ({shown})" if shown else total
 
     def warning(self, gpu: str, gpu_bytes: float) -> str:
-        """A warning if a GPU may have too little memory for the stage; else empty.
+        """A warning if a GPU may have too little memory for the stage; else "".
 
         Args:
             gpu: the GPU's name, for the message.
@@ -125,7 +122,8 @@ class StageNeeds:
 
 
 def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) -> list[StageNeeds]:
-    """Memory that each training stage of a run needs on each device. Empty if the size of the model is unknown."""
+    """Memory that each training stage of a run needs on each device. Returns an empty list if the size of the model is
+    unknown."""
     if not size.tensors:
         return []
     num_processes = config.deployment.num_trainer_processes * num_machines
@@ -159,7 +157,7 @@ def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_p
 
 
 def classifier_parts(config: Config) -> list[Part]:
-    """Memory of the classifiers that grade completions on the trainer's GPUs, as large as their weight files."""
+    """Memory of the classifiers that grade completions on the trainer's GPUs: the size of their weight files."""
     rewards = () if config.data.rollouts else config.rollout.rewards
     folders = [Path(each.model) for each in rewards if each.kind == "classifier"]
     return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
@@ -198,7 +196,8 @@ def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1
 
 
 def engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    """Memory of an engine's weights on each of its GPUs. 0 without GPUs, or if the weights may be compressed."""
+    """Memory of an engine's weights on each of its GPUs. 0 if the engine uses no GPU, or if its weights may be
+    compressed."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
     if not config.samples_for_training or engine.spec.is_own or not num_gpus:
@@ -225,11 +224,12 @@ def engine_share(config: Config) -> float:
 
 
 def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:
-    """A warning if engines may have too little memory on GPUs of this size; else empty.
+    """A warning if engines may have too little memory on GPUs of this size; else "".
 
     An engine uses its share of the GPU for weights and cache. The cache must hold at least the longest request: two
     bfloat16 vectors of `kv_size` per layer and token. If the trainer shares the GPU, its weights and moments stay in
-    memory while the engine runs. Its gradients and activations exist only while the engine has released its memory.
+    memory while the engine runs. The trainer's gradients and activations exist only while the engine has released its
+    memory.
 
     Args:
         gpu_bytes: the memory of the smallest GPU of the engines.
@@ -270,7 +270,7 @@ def check_kernels_without_gpu(config: Config) -> None:
 
 
 def shared_gpu_warning(config: Config) -> str:
-    """A warning if an engine occupies most of the memory of a GPU on which the trainer also computes; else empty."""
+    """A warning if an engine occupies most of the memory of a GPU on which the trainer also computes; else ""."""
     placement, engine = config.deployment, config.rollout.engine
     has_engines = config.samples_for_training and not engine.spec.is_own
     if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:

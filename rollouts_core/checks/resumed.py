@@ -27,10 +27,11 @@ INPUTS = ("model", "data", "samples", "plugins", "semantics")
 def check_resumed(config: Config) -> None:
     """Check the settings and the step of the checkpoints in `training.*.resume_from`.
 
-    A URL is skipped, and checked after its download. `check_resumed_inputs` checks the inputs of the training.
+    A checkpoint with a URL is not checked before its download. `check_resumed_inputs` checks the inputs of the
+    training.
 
     Raises:
-        CheckpointError: the checkpoint has other settings, or is of a later step than the training's last step.
+        CheckpointError: the checkpoint has other settings, or its step is later than the training's last step.
         ConfigError: `training.*.allow_changed` has an unknown name.
     """
     for name, training in config.trainings.items():
@@ -63,7 +64,7 @@ def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
         return
     checkpoint = find_checkpoint(Path(job.training.resume_from))
     settings = load_manifest(checkpoint).settings
-    # Checkpoints of older versions of rollouts lack some of these names.
+    # Checkpoints of older versions of rollouts lack some inputs, so only inputs with a saved digest are compared.
     compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})
     saved, current = ({name: named[name] for name in compared} for named in (settings, job.inputs))
     check_same_settings(saved, current, allowed=job.training.allow_changed, checkpoint=checkpoint)

@@ -149,10 +149,10 @@ class UnreadFields:
     """Collects the rows with fields that other training systems read, but this project ignores."""
 
     def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
-        """Collect nothing yet.
+        """Start without rows.
 
         Args:
-            template_values: `model.chat_template_kwargs`. A row may have a field with the same values.
+            template_values: `model.chat_template_kwargs`. A row's field with these values is not reported.
         """
         self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
@@ -169,7 +169,6 @@ class UnreadFields:
             self._rows.setdefault(name, []).append(number)
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
-        """One warning per ignored field."""
         first = "write it as the first message, with the role system"
         same = (
             "all rows get the same values for the chat template; set model.chat_template_kwargs if these suit all rows"

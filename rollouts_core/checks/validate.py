@@ -80,8 +80,8 @@ NUM_FIRST_ROWS = 64
 def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_here: bool = True) -> list[str]:
     """Check everything that can be checked before training. Returns findings and warnings, one sentence each.
 
-    The user's functions are imported and tested on the first rows before whole files are read. Models and files with a
-    known error are skipped.
+    The user's functions are imported and tested on the first rows before whole files are read. Models and files for
+    which an error was already collected are skipped.
 
     Args:
         mistakes: collects the errors. If None, they are raised.
@@ -116,7 +116,7 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
 def _load_tokenizer(config: Config, mistakes: Mistakes, findings: list[str]) -> PreTrainedTokenizerBase | None:
     """Load the model's tokenizer, and insert a sentence about it as the first finding.
 
-    Returns None if the model has a known error or the tokenizer cannot be loaded.
+    Returns None if `mistakes` already has an error of the model, or if the tokenizer cannot be loaded.
     """
     tokenizer: PreTrainedTokenizerBase | None = None
     if not mistakes.has("model"):
@@ -175,7 +175,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if not mistakes.has("model"):
         with mistakes.at("model"):
             check_model_files(config)
-    if not mistakes.has("model"):  # otherwise an unreadable model would give the same error in each check
+    if not mistakes.has("model"):  # an unreadable model would give the same error in each check
         findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
@@ -193,7 +193,7 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
     """Check that the run's stages support the model. The model's folder must be complete (`check_model_files`)."""
     findings: list[str] = []
     with mistakes.at("model"):
-        check_not_quantized(config.model)  # first, because the next check may advise another engine, which cannot help
+        check_not_quantized(config.model)  # first: the next check may advise another engine, but no engine helps here
         check_generable(config)
         check_updatable(config)
     with mistakes.at("model"):
@@ -212,7 +212,7 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
 def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
     """The files whose prompts the run samples completions for, by the name NAME in `data.NAME`.
 
-    Files with known errors are left out. A run that only evaluates has only `data.heldout`.
+    Files for which `mistakes` has an error are left out. A run that only evaluates has only `data.heldout`.
     """
     if config.evaluation.metric == "loss":
         return {}
@@ -227,13 +227,13 @@ def _try_functions(
 ) -> set[tuple[bool, frozenset[str]]] | None:
     """Test the user's functions on the first rows of each file, and append findings.
 
-    Returns the shapes (`shape_of`) of the rows for the test, or None if a function failed or does not exist.
+    Returns the shapes (`shape_of`) of the tested rows, or None if a function failed or does not exist.
     """
     if any(mistakes.has(f"rollout.{setting}") for setting in FUNCTION_SETTINGS):
         return None
     first: list[Prompt] = []
     for name, path in _prompt_files(config, mistakes).items():
-        with suppress(DataError, ConfigError):  # the errors are collected later, when the whole file is read
+        with suppress(DataError, ConfigError):  # `_check_prompts` reads the whole file later, and collects these errors
             bad = BadRows(path)
             columns = config.data.columns_of(name)
             prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=columns, bad=bad)
@@ -242,7 +242,7 @@ def _try_functions(
     chosen = one_of_each_shape(first)
     has_failed = True
     with mistakes.at("rollout"):
-        with suppress(DataError):  # a row that the chat template rejects is reported when the whole file is read
+        with suppress(DataError):  # `_check_prompts` reports rows that the chat template rejects
             findings += check_functions(config, chosen, tokenizer) if chosen else []
         has_failed = False
     return None if has_failed else {shape_of(prompt) for prompt in chosen}
@@ -383,7 +383,7 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
 
 
 def warn_of_rl(config: Config) -> list[Caution]:
-    """Warnings about the settings of RL that need neither the model nor the data."""
+    """Warnings about the settings of RL. The checks read neither the model nor the data."""
     return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
 
 
@@ -404,7 +404,7 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
     """Warn if RL trains on completions of older weights, and the loss does not correct for this."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
-    if config.training.rl.sync_every > 1:  # between syncs the trainer is ahead of the published weights
+    if config.training.rl.sync_every > 1:  # between publications the trainer is ahead of the engines' weights
         old.append(f"training.rl.sync_every {config.training.rl.sync_every}")
     if config.data.rollouts:
         old = ["data.rollouts"]
@@ -442,11 +442,11 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
     """Read the rows on which checkpoints are compared, to find them in the training data later.
 
-    Files with errors are skipped. Their errors are collected when the whole file is checked.
+    Files with errors are skipped here. The errors are collected when each whole file is checked.
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
-    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best compares checkpoints by this loss
+    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best compares checkpoints by the loss on these rows
         metrics["sft_eval"] = "loss"
     for name, metric in metrics.items():
         max_rows = None if name == "sft_eval" else config.evaluation.max_prompts

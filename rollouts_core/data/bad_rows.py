@@ -45,7 +45,7 @@ class BadRows:
             self._errors[number] = error
 
     def has(self, number: int) -> bool:
-        """True if an error of the row is kept."""
+        """True if an error of this row was collected."""
         return number in self._errors
 
     def __bool__(self) -> bool:

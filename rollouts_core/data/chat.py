@@ -1,7 +1,7 @@
 """Tokenize conversations, and find the tokens of each assistant turn.
 
 If a chat template has {% generation %} markers, the markers define the assistant's text. With other templates, a turn
-is the text after its generation prompt. A token belongs to a turn if all its characters do.
+is the text after its generation prompt. A token belongs to a turn if all characters of the token do.
 
     messages         user 1+1=?             assistant 2
     text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
@@ -9,8 +9,8 @@ is the text after its generation prompt. A token belongs to a turn if all its ch
     Turn(assistant)                                   [8, 10)
 
 One text contains all turns if each turn, with the text before it, is a prefix of the rendered conversation. Templates
-of reasoning models render earlier turns differently from the last turn. Each turn that is rendered differently later
-gets a text of its own:
+of reasoning models render earlier turns differently from the last turn. A turn that the template renders differently
+after later messages gets a text of its own:
 
     tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
     Turn                                  [                       )
@@ -124,7 +124,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of tokens that end a completion: the tokenizer's end-of-sequence token, and the turn ends of the chat
     template.
 
-    Both are needed: a base model's end-of-sequence token often differs from the turn end that SFT teaches.
+    Both kinds of tokens are needed: a base model's end-of-sequence token often differs from the turn end that SFT
+    teaches.
     """
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *find_turn_ends(tokenizer)]))
 
@@ -216,7 +217,7 @@ def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:
-    """Loss mask of the first `num_tokens` tokens: 1 for trained tokens, 0 for others."""
+    """Loss mask of the first `num_tokens` tokens: 1 for trained tokens, 0 for all other tokens."""
     if train_on == "everything":
         return [1.0] * num_tokens
     trained = turns[-1:] if train_on == "last_assistant" else turns
@@ -257,8 +258,8 @@ class _Text(NamedTuple):
 
 
 def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
-    """Render a conversation as one text, or as several texts if the template renders an earlier turn differently
-    later."""
+    """Render a conversation as one text, or as several texts if the template renders a turn differently after later
+    messages."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_Text(render_text(tokenizer, messages, tools, add_generation_prompt=False), [])]
@@ -323,9 +324,10 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
 def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[Span]) -> list[Span]:
     """Drop the spans of messages that are only context.
 
-    If there is one span per assistant message, the spans of context messages are counted off. Otherwise, spans that
-    start within the rendered context are dropped. This may drop too much: a template that removes earlier thoughts
-    keeps them in the last message, so the context rendered alone can be longer.
+    If there is one span per assistant message, the first spans are dropped, one for each assistant message of the
+    context. Otherwise, spans that start within the rendered context are dropped. This rule may drop too many spans: a
+    template that removes earlier thoughts keeps the thoughts of the last message, so the context rendered alone can be
+    longer.
     """
     given = conversation.messages[: conversation.num_given]
     num_turns, num_in_given = (
@@ -400,8 +402,8 @@ def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> 
 
 
 def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """A copy of the tokenizer that includes spaces in the reported character positions; None if the tokenizer already
-    does.
+    """A copy of the tokenizer that includes spaces in the reported character positions; None if the tokenizer includes
+    them.
 
     A tokenizer that trims spaces would report a token of two line breaks as if it contained only the second line break.
     """

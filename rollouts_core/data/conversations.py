@@ -31,7 +31,7 @@ PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
 """Names of the answer field in other datasets."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
-"""Names of the completion field in other datasets, Alpaca's excluded."""
+"""Names of the completion field in other datasets except Alpaca, whose rows have a format of their own."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
 """Message keys for parts of an assistant message other than its text."""
 SYSTEM_FIELDS = ("system", "system_prompt")
@@ -41,8 +41,8 @@ TEMPLATE_FIELD = "chat_template_kwargs"
 UNTRAINED_MARKS = ("weight", "train")
 """Message keys with which OpenAI's and Axolotl's rows exclude a message from the loss (by 0 or false)."""
 OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
-"""Wrong names for the `arguments` of a tool call. They are rejected, because the call would be trained without
-arguments."""
+"""Wrong names for the `arguments` of a tool call. A call with such a name is rejected, because the model would be
+trained on a call without arguments."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 
@@ -209,7 +209,8 @@ def _as_list(calls: object, number: int) -> Sequence[object]:
 
 
 def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
-    """Check a tool call, and parse arguments given as JSON text: a chat template would write them with quotes."""
+    """Check a tool call, and parse arguments given as JSON text, because a chat template would write the text with
+    quotes."""
     call = _without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

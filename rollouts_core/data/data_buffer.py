@@ -39,10 +39,10 @@ class DataBuffer:
         self.sample_offset = 0
         """Number of prompts drawn in this epoch."""
         self.num_drawn = 0
-        """Number of prompts drawn since the start. It is also the index of the next group."""
+        """Number of prompts drawn since the start. This number is also the index of the next group."""
         self._order = self._shuffled(0)
         self._other_order: dict[int, list[int]] = {}
-        """Order of the prompts in one other epoch.
+        """Order of the prompts in one epoch besides the current epoch, by epoch number.
 
         Usually this is the previous epoch, because some of its groups may be unfinished."""
         self._digest = _digest_prompts(self.prompts)
@@ -117,7 +117,7 @@ def _digest_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def _digest_without_metadata(prompts: Sequence[Prompt]) -> str:
-    """Digest of the prompts as older versions saved it in checkpoints. Such checkpoints can still be resumed."""
+    """Digest of the prompts as older versions saved it, so that training can resume from their checkpoints."""
     total = hashlib.sha256()
     for prompt in prompts:
         total.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())

@@ -57,8 +57,8 @@ ROLLOUT_FIELDS = ("conversation", "outcomes")
 
 
 RowSamples = tuple[Sample, ...]
-"""The samples of a row. Usually one sample; several if turns need separate texts (`chat.py`); empty if the row is
-dropped."""
+"""The samples of a row, usually one. A row whose turns need separate texts (`chat.py`) has several samples. A dropped
+row has an empty tuple."""
 
 
 class SampleRules(NamedTuple):
@@ -149,8 +149,8 @@ class SFTDataset:
     """The samples of several datasets, visited epoch by epoch in a seeded order.
 
     After the constructor has read all rows, all tokens stay in memory (5 bytes per token). With `streaming`, rows are
-    read and tokenized at each visit, and only one chunk of rows is in memory. Both ways give the same samples in the
-    same order.
+    read and tokenized at each visit, and only one chunk of rows is in memory. With and without `streaming`, the samples
+    and their order are the same.
 
     Args:
         tables: the result of `open_datasets`.
@@ -175,7 +175,8 @@ class SFTDataset:
         self._tokenizer = tokenizer
         self._rules = rules
         self.num_dropped = 0
-        """Number of rows dropped because they are too long. With `streaming`, number of visits to such rows."""
+        """Number of rows dropped because they are too long. With `streaming`, number of visits to rows that are too
+        long."""
         self.first_dropped: list[int] = []
         """Numbers of the first dropped rows. Numbering starts at 0 and continues through all datasets."""
         self._kept: _CompactSamples | None = None
@@ -211,7 +212,7 @@ class SFTDataset:
         return [samples[number] for number in numbers]
 
     def lengths(self) -> list[tuple[int, int]]:
-        """(number of tokens, number of trained tokens) of each sample; empty with `streaming`."""
+        """(number of tokens, number of trained tokens) of each sample; an empty list with `streaming`."""
         return self._kept.lengths() if self._kept else []
 
     def _count_drop(self, row: str, number: int) -> None:
@@ -394,7 +395,7 @@ def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
 def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """The tokens of a plain text with at most one beginning-of-sequence token and exactly one end token.
 
-    A text from a chat template may already contain both tokens, with a line break after the last end. Some tokenizers
+    A text from a chat template may already contain both tokens, with a line break after the end token. Some tokenizers
     also add an end token.
     """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -412,8 +413,8 @@ def _conversation_samples(
 ) -> RowSamples:
     """The samples of a conversation, one per text.
 
-    If truncation removes all trained tokens of a text, the text gives no sample. If no other text gives a sample, the
-    last text is handled as `on_overlong` says.
+    If truncation removes all trained tokens of a text, the text gives no sample. If no other text gives a sample,
+    `on_overlong` decides: the row is dropped or an error is raised.
     """
     if isinstance(tokenized, DataError):
         raise tokenized

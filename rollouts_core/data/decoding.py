@@ -23,8 +23,8 @@ def decode_turn(
     `<tool_call>`.
 
     Args:
-        status: status of the completion. The last token of a completed turn is an end token, possibly known only to the
-            engine.
+        status: status of the completion. The last token of a completed turn is an end token, even if only the engine
+            knows this.
         ends: additional token ids that end a turn.
     """
     left_out = {*_ends_and_padding(tokenizer, json.dumps(tokenizer.chat_template)), *ends}

@@ -1,8 +1,8 @@
 """Parse the tool calls in a policy's turn, in the format (dialect) of its chat template.
 
 A dialect is a `response_template` of transformers, and transformers' parser does the parsing. The dialect comes from
-the settings, the tokenizer, or `DIALECTS` for common models. It is selected by a test: the chat template renders a test
-call, and the first dialect that parses the rendered text back to the same call is used.
+the settings, the tokenizer, or `DIALECTS` for common models. A test selects the dialect: the chat template renders a
+test call, and the first dialect that parses the rendered text back to the same call is used.
 
     probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
 """
@@ -185,7 +185,6 @@ class Dialect:
     name: str
     """A key of `DIALECTS`, or the origin of the response template (for messages)."""
     template: ResponseTemplate
-    """Response template for transformers' parser."""
     prefix: str = ""
     """The end of the generation prompt that affects parsing, for example an opening tag of thoughts."""
     end_id: int | None = None
@@ -219,8 +218,8 @@ def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Diale
     """Find the dialect in which the chat template writes tool calls.
 
     Args:
-        setting: a key of `DIALECTS`, or a response template as JSON. If it is empty, the tokenizer's own response
-            template is tried first, then `DIALECTS` in order.
+        setting: a key of `DIALECTS`, or a response template as JSON. If "", the tokenizer's own response template is
+            tried first, then `DIALECTS` in order.
 
     Raises:
         DataError: no dialect parses the test call that the chat template rendered.
@@ -300,7 +299,7 @@ def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
     start = count_shared(asked, whole)
     tag = whole.rfind("<", 0, start)
     if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
-        start = tag  # both texts continue with tags that begin with the same characters
+        start = tag  # after the common text, both texts have tags that only begin with the same characters
     if str(PROBE_NUMBER) not in whole[start:]:
         return None
     try:
@@ -328,7 +327,7 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, setting: str) -> list[Dialec
 
 def _checked(name: str, written: str) -> Dialect:
     """Build a dialect from a response template given as JSON text, or raise DataError."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
+    from transformers.utils.chat_parsing.response_templates import load_response_template  # slow to import
 
     try:
         template = json.loads(written)
@@ -346,7 +345,7 @@ def _cut_prefix(dialect: Dialect, prefix: str) -> str:
     thoughts."""
     if dialect.template not in DIALECTS.values():
         return prefix
-    from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
+    from transformers.utils.chat_parsing.response_templates import load_response_template  # slow to import
 
     opened = list(load_response_template(dialect.template).fields["reasoning_content"].open_re.finditer(prefix))
     return prefix[opened[-1].start() :] if opened else ""
@@ -394,7 +393,7 @@ class TurnReader:
     """
 
     def __init__(self, dialect: Dialect, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
-        from transformers.utils.chat_parsing import ResponseParser  # heavy
+        from transformers.utils.chat_parsing import ResponseParser  # slow to import
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         loaded = load_response_template(dialect.template)
@@ -409,7 +408,7 @@ class TurnReader:
         """Parse the next part of the turn's text. Returns the pieces that are complete now.
 
         Raises:
-            CallError: a call cannot be parsed. Text of this part before the call is lost.
+            CallError: a call cannot be parsed. The text before this call in `text` is lost.
         """
         self._fed += text
         try:

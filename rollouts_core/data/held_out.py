@@ -45,7 +45,7 @@ class HeldOutRows:
 
     Args:
         name: name of the setting that names the file, for messages.
-        metric: metric of the evaluation; it selects the rule of comparison.
+        metric: metric of the evaluation, which selects the rule of comparison in the table above.
         number_of: number of the held-out row for each comparison key.
         texts: texts of each held-out row, by row number.
     """

@@ -33,14 +33,12 @@ def find_model(name: str, revision: str) -> dict[str, object]:
 
 
 def find_dataset(name: str, revision: str) -> dict[str, object]:
-    """The commit of a dataset."""
     from huggingface_hub import HfApi
 
     return {"commit": HfApi().dataset_info(name, revision=revision or None).sha}
 
 
 def is_wanted(file: str) -> bool:
-    """True if this file of a model is downloaded."""
     is_left_out = any(fnmatch(file, pattern) for pattern in LEFT_OUT)
     return not is_left_out and any(fnmatch(file, pattern) for pattern in PATTERNS)
 

@@ -1,8 +1,8 @@
 """Tokenize conversations so that texts of a policy or environment cannot inject special tokens.
 
-A policy may write a text such as `<|end|>`. If this text became a special token, it would end the turn and could begin
-a turn of any role. The protection covers an environment's text in the policy's input, and a policy's text in a judge's
-input.
+A policy may write a text such as `<|end|>`. If the tokenizer read this text as a special token, the text would end the
+turn, and could begin a turn of any role. The protection covers an environment's text in the policy's input, and a
+policy's text in a judge's input.
 """
 
 from __future__ import annotations

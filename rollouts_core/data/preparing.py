@@ -39,14 +39,15 @@ MAX_CAUSES = 10
 def find_source(prepare: PrepareConfig) -> tuple[str, str]:
     """The dataset that a preparation reads, and its requested revision.
 
-    The revision is "" for a folder and for the newest commit. Both are "" if the preparation reads no dataset.
+    The revision of a folder is "". For a hub dataset, "" requests the newest commit. Dataset and revision are "" if the
+    preparation reads no dataset.
 
     Raises:
         ConfigError: the preparation does not exist.
         DataError: the source is an absolute path that does not exist.
     """
     name = name_of_function(prepare.name)
-    from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
+    from rollouts_core.data.preparations import PREPARATIONS  # slow: imports all environments
 
     known = PREPARATIONS.get(name)
     if known is None:
@@ -67,7 +68,7 @@ def find_function(prepare: PrepareConfig) -> PrepareFn:
     Raises:
         ConfigError: the function does not exist, or does not accept `data.prepare.settings`.
     """
-    from rollouts_core.data.preparations import PREPARATIONS  # imports all environments
+    from rollouts_core.data.preparations import PREPARATIONS  # slow: imports all environments
 
     known = {name: each.prepare for name, each in PREPARATIONS.items()}
     function: PrepareFn = resolve_function(prepare.name, known, setting=SETTING)
@@ -86,7 +87,7 @@ def digest_preparation(prepare: PrepareConfig, source: str, revision: str) -> st
     """Hash of everything that determines the prepared files: the code, the settings, and the content or commit of
     the source."""
     name = name_of_function(prepare.name)
-    from rollouts_core.data import preparations  # imports all environments
+    from rollouts_core.data import preparations  # slow: imports all environments
 
     is_own = name in preparations.PREPARATIONS
     content = {

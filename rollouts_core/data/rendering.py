@@ -135,7 +135,6 @@ def with_template_values(
 
 
 def _literal(value: Any) -> str:  # Any: JSON
-    """A JSON value written as a Jinja literal."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -168,7 +167,7 @@ def _render(
 
     The tokenizer's `apply_chat_template` is not used, because it drops null content.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template  # heavy
+    from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
     tools_or_none = list(tools) if tools else None
     try:

@@ -92,7 +92,7 @@ def _render_behind(
 ) -> tuple[str, list[int]]:
     """The text that the template writes after a turn with these calls, and its tokens.
 
-    Tokens that the policy already sampled at the turn's end are left out of the result.
+    The result omits tokens of the turn's end that the policy already sampled.
     """
     asks: Message = {"role": "user", "content": ""}
     split = split_special(tokenizer, replies)
@@ -146,7 +146,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shar
 
     Args:
         tokens: tokens of the rendered conversation with its replies.
-        shared: number of these tokens up to the turn's text, without the replies.
+        shared: number of these tokens up to the end of the turn, where the replies begin.
     """
 
     def is_space(start: int, end: int) -> bool:

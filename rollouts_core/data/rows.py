@@ -100,7 +100,7 @@ class _Watch:
             return
         if not stamps or digest_path(self._path) != digest:
             raise DataError(f"{self._path} changed while it was in use: start again")
-        self._stamps = stamps  # files with the same content were copied or touched
+        self._stamps = stamps  # the content is the same: the files were only copied or touched
 
 
 class JsonlRows:
@@ -160,8 +160,8 @@ class JsonlRows:
 class TableRows:
     """Reads the rows of a table of the `datasets` library by index.
 
-    Images and audio are not decoded, because decoding needs extra packages, takes time and may fail. Their value in a
-    row is the type of their column.
+    Images and audio are not decoded, because decoding needs extra packages, takes time and may fail. In a row, the
+    value of an image or audio column is the column's type.
 
     Args:
         table: a `datasets.Dataset`.
@@ -291,7 +291,7 @@ def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...
     """sha256, as hex, of a file's content, or of the names and contents of all files in a folder.
 
     Folders of `KEPT_BESIDE` are ignored, so a second download or clone of a model has the same digest. A path that does
-    not exist is a hub id: its digest covers the id and the revision.
+    not exist is a hub id. The digest of a hub id covers the id and the revision.
 
     Args:
         without: suffixes of files to ignore in a folder.
@@ -324,7 +324,7 @@ def digest_files(files: Mapping[Path, Path]) -> str:
 def _count_bytes(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
-        with suppress(OSError):  # a file removed meanwhile is reported when its content is read
+        with suppress(OSError):  # reading the content reports a file that was removed
             total += file.stat().st_size
     return total
 
@@ -332,7 +332,7 @@ def _count_bytes(files: Sequence[Path]) -> int:
 def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
     """Attributes of each file (device, inode, size, times) that change when the file is written or replaced.
 
-    Empty if the path contains no files.
+    Returns an empty dict if the path contains no files.
     """
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     stamps: dict[str, tuple[int, ...]] = {}
@@ -374,8 +374,8 @@ class _Source(NamedTuple):
 
     @property
     def cache(self) -> Path:
-        """Cache folder for this content. Its name is the digest, because `datasets` considers files with equal names
-        and times the same."""
+        """Cache folder for this content. The folder's name is the digest, because `datasets` treats files with equal
+        names and times as the same file."""
         import datasets  # slow to import, and only needed for data other than JSONL
 
         return Path(datasets.config.HF_DATASETS_CACHE) / self.digest

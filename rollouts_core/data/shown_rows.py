@@ -29,7 +29,6 @@ class ShownRow:
     """A row as training sees it."""
 
     source: str
-    """Name of the file."""
     row: int
     """Row number from 1. In JSONL this is the line number."""
     outcome: str

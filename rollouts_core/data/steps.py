@@ -4,8 +4,8 @@
               rows     packed, shuffled
     Cursor(epoch, position of the window's first visit, rows of the window that were taken)
 
-A visit reads one row of a dataset. A cursor contains everything needed to resume: only the visits of one window are
-read again.
+A visit reads one row of a dataset. A cursor contains everything needed to resume. A resumed training reads only the
+visits of one window again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cursor(NamedTuple):
 
 
 Visit = Sample | Sequence[Sample] | None
-"""Samples of one dataset row: one sample, or a sequence of samples. Empty or None if the row was dropped."""
+"""Samples of one dataset row: one sample, or a sequence of samples. A dropped row has None or an empty sequence."""
 
 
 @runtime_checkable
@@ -75,7 +75,8 @@ class SFTSteps:
 
 
 def iterate_sft_steps(samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> SFTSteps:
-    """The batch rows of each step. They depend only on samples and settings, so a resumed run gets the same rows."""
+    """The batch rows of each step. The rows depend only on samples and settings, so a resumed run gets the same
+    rows."""
     return SFTSteps(samples, config, cursor)
 
 
@@ -119,8 +120,8 @@ def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) ->
 def _pack_epoch(
     visits: Iterator[Visit], config: SFTTrainingConfig, start: Cursor
 ) -> Iterator[tuple[list[Sample], Cursor]]:
-    """Yield the batch rows of an epoch from a cursor on, each with the cursor after it. A row has samples of one
-    window only."""
+    """Yield the batch rows of an epoch from a cursor on, each with the cursor that follows the row. A row has samples
+    of one window only."""
     position, num_taken = start.position, start.num_rows
     while window := list(itertools.islice(visits, PACKING_WINDOW)):
         kept = [sample for visit in window for sample in _samples_of(visit)]

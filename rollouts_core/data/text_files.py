@@ -44,8 +44,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BOOLEANS = {"true": True, "false": False}
 _DECODER = json.JSONDecoder()
 ONE_LINE = str.maketrans("\r\n", "  ")
-"""Replaces line breaks of a JSON text by spaces. Outside of strings they have no meaning; inside strings they are
-escaped."""
+"""Replaces line breaks of a JSON text by spaces. Outside of JSON strings, line breaks have no meaning. Inside JSON
+strings, line breaks are escaped."""
 
 
 class TextFile(NamedTuple):
@@ -58,7 +58,7 @@ class TextFile(NamedTuple):
     separator: str = ","
     """Separator of the cells in a CSV file."""
     field: str = ""
-    """Field of the file's JSON object that contains the rows. If it is empty, the whole file contains rows."""
+    """Field of the file's JSON object that contains the rows. If this is "", the whole file contains rows."""
 
 
 def find_kind(path: str | Path) -> tuple[FileKind | None, str]:
@@ -128,7 +128,6 @@ def _lines_of(file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnTy
 
 
 def _lines_in(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Split byte chunks into lines."""
     begun = b""
     for chunk in chunks:
         *lines, begun = (begun + chunk).split(b"\n")

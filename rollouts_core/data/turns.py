@@ -45,7 +45,7 @@ class TurnForm(NamedTuple):
     """How a chat template begins and ends an assistant turn."""
 
     is_known: bool = False
-    """True if the template writes the assistant's text. Otherwise the form of turns cannot be detected."""
+    """True if the template writes the assistant's text, which is required to detect the form of turns."""
     cue: str = ""
     """The end of the generation prompt, if turns inside a conversation are rendered without this text."""
     rest: str = ""
@@ -91,10 +91,10 @@ def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """True if the token ends a turn or text, in this template or in those of other models.
+    """True if the token ends a turn or text in this template or in templates of other models.
 
-    Special tokens such as `<|return|>`, `<|eom_id|>` and `<|endoftext|>` count as ends. Tags such as `</answer>` do
-    not.
+    Special tokens such as `<|return|>`, `<|eom_id|>` and `<|endoftext|>` count as ends. Tags such as `</answer>` do not
+    count.
     """
     key = (json.dumps(tokenizer.chat_template), len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     return token in _find_ends(tokenizer, *key)
@@ -122,7 +122,7 @@ def render_turn(
 
 
 def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
-    """Position in a turn's text after a given beginning of its message.
+    """Position in a turn's text after the beginning of the message that was given to the model.
 
     Args:
         turn: text of the turn. The template may have stripped spaces around the message.
@@ -133,7 +133,7 @@ def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: st
         DataError: the template changes the message's words.
     """
     form = find_turn_form(tokenizer)
-    # Search from the end: the turn's header may contain the same letters as a short beginning.
+    # Search from the end, because the turn's header may contain the letters of a short beginning.
     body = turn.removesuffix(form.rest.removesuffix(form.surplus))
     for words, beginning in ((content, given), (content.strip(), given.lstrip())):
         start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
@@ -159,7 +159,8 @@ def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str
 
     Args:
         turn: the turn as the template renders it.
-        before, written: texts for the error message.
+        before, written: the rendered generation prompt and the rendered conversation with the turn, for the error
+            message.
     """
     opening = OPENS_THOUGHTS.search(cue)
     if not opening:

@@ -24,7 +24,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The rows of one layer of the checkpoint within a joined matrix."""
+    """The position of one of the checkpoint's layers within a joined matrix: a range of rows."""
 
     projection: Projection
     begin: int
@@ -32,17 +32,15 @@ class Place:
 
 
 def is_adapter(name: str) -> bool:
-    """True if the name belongs to a tensor of an adapter."""
     return name.endswith((DOWN, UP))
 
 
 def largest_rank(adapters: Mapping[str, Tensor]) -> int:
-    """The largest rank of the adapters."""
     return max(len(tensor) for name, tensor in adapters.items() if name.endswith(DOWN))
 
 
 def adapter_shapes(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """The required shape of each adapter tensor, by name. Layers that the model lacks are left out."""
+    """The required shape of each adapter tensor, by name. The result omits adapters of layers that the model lacks."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in _layers_of(adapters):
         down = adapters.get(layer + DOWN)
@@ -63,7 +61,6 @@ def place_adapters(adapters: Mapping[str, Tensor], places: Mapping[str, Place]) 
 
 
 def adapter_projections(projections: Iterable[Projection]) -> list[Projection]:
-    """The matrices of all adapters."""
     return [each for projection in projections if projection.adapter for each in projection.adapter]
 
 

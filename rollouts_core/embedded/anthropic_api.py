@@ -203,8 +203,8 @@ def _head(name: str) -> dict[str, Json]:
 
 
 def _end(completion: Completion, pieces: Sequence[Piece]) -> dict[str, Json]:
-    """The fields with the reason why an answer ended."""
-    from rollouts_core.data.dialects import ToolCall  # heavy
+    """The fields of an answer that say why the answer ended."""
+    from rollouts_core.data.dialects import ToolCall  # slow to import
 
     if any(isinstance(piece, ToolCall) for piece in pieces):
         return {"stop_reason": "tool_use", "stop_sequence": None}

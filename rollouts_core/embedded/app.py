@@ -90,7 +90,7 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None, *, n
         "/health": (_health, ["GET"]),
         "/health_generate": (_health_generate, ["GET"]),
         "/model_info": (_model_info, ["GET"]),
-        "/get_model_info": (_model_info, ["GET"]),  # paths of older releases of SGLang, which trainers still use
+        "/get_model_info": (_model_info, ["GET"]),  # trainers still use the get_ paths of older releases of SGLang
         "/server_info": (_server_info, ["GET"]),
         "/get_server_info": (_server_info, ["GET"]),
         "/v1/loads": (_loads, ["GET"]),
@@ -179,7 +179,7 @@ async def _model_info(model: ServedModel, _: Request) -> Response:
 
 
 async def _server_info(model: ServedModel, _: Request) -> Response:
-    """Describe the server. The generation thread reports its state, so the request hangs if that thread hangs."""
+    """Describe the server. The generation thread must report its state, so the request hangs if the thread hangs."""
     scheduler = model.scheduler
     load = await asyncio.wrap_future(scheduler.load())
     return json_answer(
@@ -248,7 +248,8 @@ async def _update_weights_from_disk(model: ServedModel, request: Request) -> Res
 async def _update_weights_from_segments(model: ServedModel, request: Request) -> Response:
     """Load weights that a trainer published in segments; the answer has the digest of each loaded tensor.
 
-    SGLang has no such endpoint. Its own endpoint accepts pickles, with which a caller could run code in the server.
+    SGLang lacks this endpoint. SGLang's endpoint for weights in memory accepts pickles, with which a caller could run
+    code in the server.
     """
     body = await read_object(request)
     version = string_field(body, "weight_version")
@@ -288,7 +289,7 @@ async def _update_weights_from_distributed(model: ServedModel, request: Request)
 
 
 async def _end_weight_update(model: ServedModel, _: Request) -> Response:
-    """Load the sent tensors. If one of them is missing or wrong, the old weights stay."""
+    """Load the sent tensors. If a tensor is missing or wrong, the server keeps the old weights."""
     tensors, kept = model.receiver.end()
     if tensors:
         update = model.scheduler.update_weights(
@@ -345,14 +346,15 @@ async def _keep_memory(_: ServedModel, __: Request) -> Response:
 
 
 async def _flush_cache(model: ServedModel, _: Request) -> Response:
-    """Answer like SGLang: an error while requests run or wait. This engine has no cache across requests to flush."""
+    """Answer like SGLang, with an error while requests run or wait. This engine caches nothing across requests, so it
+    flushes nothing."""
     if model.scheduler.num_running or model.scheduler.num_waiting:
         return PlainTextResponse("Flush cache failed: there are running or waiting requests.\n", status_code=400)
     return PlainTextResponse("Cache flushed.\n")
 
 
 async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events: after each step the whole completion so far of each prompt, at the end `[DONE]`."""
+    """Yield server-sent events: after each step, the completion so far of each prompt; at the end, `[DONE]`."""
     try:
         async with aclosing(follow(model.scheduler, call.requests)) as news:
             async for index, found in news:

@@ -28,14 +28,15 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RopeScaling(NamedTuple):
-    """The `llama3` scaling of rotary frequencies. A pair of dimensions is scaled by the number of turns that it makes
-    within the context length of pretraining."""
+    """The `llama3` scaling of rotary frequencies. The scale of a pair of dimensions depends on its number of rotations
+    (turns) within the context length of pretraining."""
 
     factor: float
     """Divisor of the frequency of pairs with at most `low_turns` turns."""
     low_turns: float
     high_turns: float
-    """Pairs with at least this many turns keep their frequency. Between both limits, frequencies are interpolated."""
+    """Pairs with at least this many turns keep their frequency. Frequencies of pairs between `low_turns` and
+    `high_turns` are interpolated."""
     pretrained_length: int
     """Context length of pretraining, tokens."""
 
@@ -49,19 +50,17 @@ class Architecture:
     model_type: str
     """Name of the model family in transformers, for instance `qwen3`."""
     num_layers: int
-    """Transformer blocks."""
     hidden_size: int
     """Width of the residual stream."""
     intermediate_size: int
     """Width of the feed-forward layer."""
     num_heads: int
-    """Query heads."""
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_dim: int
     """Width of one attention head."""
     vocab_size: int
-    """Number of token ids; all ids are below this."""
+    """Number of token ids. All ids are below this number."""
     norm_eps: float
     """Epsilon that every RMS norm adds to the mean square."""
     rope_theta: float
@@ -71,11 +70,8 @@ class Architecture:
     max_context_length: int
     """Number of positions for which the model was trained."""
     has_qkv_bias: bool
-    """True if the query, key and value projections have biases."""
     has_output_bias: bool
-    """True if the attention's output projection has a bias."""
     has_mlp_bias: bool
-    """True if the feed-forward projections have biases."""
     has_qk_norm: bool
     """True if query and key heads have RMS norms."""
     ties_embeddings: bool
@@ -143,7 +139,8 @@ def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ..
 
 
 def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Read the ids of end tokens from config.json and generation_config.json; returns their union, as SGLang does.
+    """Read the ids of end tokens from config.json and generation_config.json. Returns the ids of both files, as SGLang
+    does.
 
     Raises:
         CheckpointError: a file cannot be read. generation_config.json may be missing.
@@ -180,7 +177,7 @@ def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint, by name. A tied output projection is left out."""
+    """The shape of every tensor of a checkpoint, by name. A tied output projection has no tensor."""
     a = architecture
     q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
@@ -211,7 +208,8 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] | None:  # Any: JSON
-    """The first unsupported setting in a config and its supported values, as text; None if all are supported."""
+    """The first unsupported setting in a config and the supported values, as text; None if all settings are
+    supported."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -247,11 +245,11 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:  # Any: JSON
 
 
 def read_json(path: Path) -> dict[str, Any]:  # Any: JSON
-    """Read a JSON object from a file. Raises CheckpointError."""
+    """Read a JSON object from a file. Raises CheckpointError if this fails."""
     try:
         content = json.loads(read_file(path, max_bytes=MAX_CONFIG_BYTES))
     except FileNotFoundError as error:
-        within = path.parent / "checkpoint"  # in case `path` is in the folder of a run
+        within = path.parent / "checkpoint"  # for a hint if the user gave the folder of a run
         meant = within if (within / path.name).is_file() else "the folder of a Hugging Face checkpoint"
         raise CheckpointError(f"{path.parent} has no {path.name}: give {meant}") from error
     except (OSError, ValueError, RecursionError) as error:

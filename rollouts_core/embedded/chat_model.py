@@ -34,7 +34,8 @@ RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt")
 PARTS = re.compile(r"<[^<]*|[^<]+")
 """Splits a text before each `<`, where a tool call may begin."""
 THOUGHT_MARKS = ("</think>", "reasoning_content", "<|channel")
-"""Texts that show that a chat template supports thoughts. Thoughts are then separated from the answer."""
+"""Texts that show that a chat template supports thoughts. Thoughts are separated from the answer if the template has
+one of these texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class ChatForm:
         Raises:
             RequestError: the template refuses the conversation, or the conversation exceeds the context length.
         """
-        from rollouts_core.data.chat import encode_texts, render_prompt  # heavy
+        from rollouts_core.data.chat import encode_texts, render_prompt  # slow to import
 
         try:
             text = render_prompt(self.tokenizer, messages, tools or None)
@@ -105,7 +106,7 @@ class ChatModel:
 
     def _make_form(self, values: Mapping[str, Any]) -> ChatForm:  # Any: JSON
         from rollouts_core.config import ModelConfig
-        from rollouts_core.data.chat import stop_token_ids  # heavy
+        from rollouts_core.data.chat import stop_token_ids  # slow to import
         from rollouts_core.data.dialects import DEFAULT_DIALECT, find_dialect
         from rollouts_core.data.rendering import NO_TEMPLATE, with_template_values
         from rollouts_core.model.loading import load_tokenizer
@@ -122,7 +123,7 @@ class ChatModel:
         )
         try:
             dialect = find_dialect(tokenizer)
-        except DataError:  # the format of tool calls is unknown: calls remain text
+        except DataError:  # the format of tool calls is unknown, so calls remain text of the answer
             dialect = DEFAULT_DIALECT
         template = json.dumps(tokenizer.chat_template)
         return ChatForm(
@@ -142,7 +143,7 @@ class AnswerReader:
     """
 
     def __init__(self, form: ChatForm | None, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
-        from rollouts_core.data.dialects import TurnReader  # heavy
+        from rollouts_core.data.dialects import TurnReader  # slow to import
 
         self._reader = None if form is None else TurnReader(form.dialect, tools)
         self._held: dict[type[Piece], str] = {}

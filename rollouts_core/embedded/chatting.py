@@ -32,13 +32,14 @@ class Chat:
     """A chat request, independent of the API that received it."""
 
     messages: Sequence[Message]
-    """The conversation so far. If it ends with an unfinished assistant's turn, the model continues this turn."""
+    """The conversation so far. If the conversation ends with an unfinished assistant's turn, the model continues this
+    turn."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
     template_values: Mapping[str, Any]  # Any: JSON
     """Values of variables of the chat template."""
     fields: Mapping[str, Json]
-    """Fields of the /generate request besides the prompt."""
+    """Fields of the request to /generate, except the prompt."""
     has_thoughts_apart: bool = True
     """True to return thoughts separately from the answer, if the chat template supports thoughts."""
 
@@ -48,7 +49,7 @@ class ChatCall:
     """A chat request that was converted to a call of /generate."""
 
     generate: GenerateCall
-    """The call of /generate, with one request per answer."""
+    """The call of /generate, with one request for each answer of the chat request."""
     form: ChatForm | None
     """Reads thoughts and tool calls in the answers; None if answers are plain text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
@@ -69,7 +70,7 @@ class News:
 
 @contextmanager
 def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[ServedModel]:
-    """Load a model in this process. It runs one request at a time."""
+    """Load a model in this process. The model runs one request at a time."""
     torch.set_num_threads(num_threads)
     with Scheduler(Decoder(model_dir, num_slots=1), model_dir=model_dir) as scheduler:
         yield ServedModel(
@@ -82,10 +83,10 @@ def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[Se
 
 
 def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
-    """Render a chat and convert it to a call of /generate. Tokenizing a long chat takes a while.
+    """Render a chat and convert it to a call of /generate. Tokenizing a long chat is slow.
 
     Raises:
-        RequestError: the model cannot take the chat.
+        RequestError: the model has no chat template, or the template or the engine refuses the chat.
     """
     if model.tokenizer is None:
         raise RequestError("Chats need a tokenizer, but the model directory has no tokenizer.json: use /generate.")

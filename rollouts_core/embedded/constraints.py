@@ -22,7 +22,8 @@ from rollouts_core.embedded.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 WHITE_SPACE = r"[\n ]{0,8}"
-"""Pattern of permitted white space between two elements of JSON. Without a limit, some models repeat it forever."""
+"""Pattern of permitted white space between two elements of JSON. Without a limit, some models write white space
+forever."""
 
 
 class Constraints:
@@ -54,7 +55,7 @@ class Constraints:
         tokenizer = self._make_tokenizer()
         try:
             problem = LLMatcher.validate_grammar(_grammar(params), tokenizer)
-        except ValueError as error:  # the schema is not JSON
+        except ValueError as error:  # raised if the schema is not JSON
             problem = str(error)
         if problem:
             name = "json_schema" if params.json_schema else "regex"
@@ -90,7 +91,8 @@ class Constraint:
 
     @torch.inference_mode()
     def restrict(self, logits_V: Tensor, ends: Collection[int]) -> None:
-        """Set the logits of forbidden tokens to minus infinity, in place. End tokens need a satisfied constraint.
+        """Set the logits of forbidden tokens to minus infinity, in place. End tokens are forbidden until the text
+        satisfies the constraint.
 
         If the matcher reached one of its limits, only end tokens are permitted.
         """

@@ -46,10 +46,11 @@ from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_t
 from rollouts_core.errors import CheckpointError, NoMemoryError, RolloutsError
 
 LENGTH_STEP = 32
-"""Attention reads a multiple of this many positions. A remainder of another size would be rounded differently."""
+"""Attention reads a multiple of this many positions. Libraries round the rest of an incomplete block differently."""
 ATTENTION_BLOCK = 512
 """Number of positions per block in torch's attention, which adds up the results of its blocks. Libraries may split the
-sum over a partly filled block differently, with another rounding. MKL with AVX-512 does so above 256 positions."""
+sum over a partly filled block differently, with another rounding. MKL with AVX-512 splits the sum above 256
+positions."""
 TRIAL_ROWS = 4
 MAX_PASS_TOKENS = 8192
 """Highest number of prompt tokens in one forward pass, unless a single prompt is longer. Limits the memory of
@@ -67,8 +68,8 @@ class LayerWeights:
     attention_norm: Tensor
     qkv: Projection
     qk_norm: Tensor | None
-    """RMS norm weights [H + K, D]: H equal rows for the query heads, then K equal rows for the key heads. None without
-    these norms."""
+    """RMS norm weights [H + K, D]: H equal rows for the query heads, then K equal rows for the key heads. None if the
+    model has no norms of queries and keys."""
     output: Projection
     mlp_norm: Tensor
     gate_up: Projection
@@ -76,7 +77,6 @@ class LayerWeights:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All matrices of the block."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -90,7 +90,7 @@ class ModelWeights:
     head: Projection
     by_name: dict[str, Tensor]
     places: dict[str, Place]
-    """The rows of each linear layer in its joined matrix, by layer name. These layers can have adapters."""
+    """The rows of each linear layer in its joined matrix, by layer name. All layers in this dict can have adapters."""
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -154,7 +154,8 @@ class Decoder:
         """Tensors of the adapters that a trainer published, by name."""
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
-        """Id of the segment of each weight, by tensor name. Empty if the weights are not from segments."""
+        """Id of the segment from which each weight was read, by tensor name. Empty if the weights are not from
+        segments."""
         self._cos_TD, self._sin_TD = rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
@@ -166,7 +167,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load_weights(self, model_dir: Path) -> None:
-        """Replace all weights with those of `model_dir`. If `CheckpointError` is raised, all old weights stay.
+        """Replace all weights with the weights in `model_dir`. If `CheckpointError` is raised, all old weights stay.
 
         The KV cache stays unchanged. The caller decides which sequences to compute again.
         """
@@ -178,7 +179,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load_segments(self, segments: Sequence[SegmentAddress], *, model_dir: Path) -> None:
-        """Replace the weights with those in segments. If `CheckpointError` is raised, all old weights stay.
+        """Replace the weights with the tensors in segments. If `CheckpointError` is raised, all old weights stay.
 
         Tensors that are already loaded from the same segment are not read again, because a segment never changes.
 
@@ -202,7 +203,8 @@ class Decoder:
     def load_tensors(self, tensors: Mapping[str, Tensor], *, kept: Collection[str] = ()) -> None:
         """Replace all weights except `kept` with these tensors. If `CheckpointError` is raised, all old weights stay.
 
-        Digests are then computed in the decoder's dtype, not in the dtype of the sent tensors, as in SGLang and vLLM.
+        Later digests of the weights are computed in the decoder's dtype, not in the dtype of the sent tensors, as in
+        SGLang and vLLM.
         """
         if unknown := sorted(name for name in kept if name not in self._file_dtypes):
             raise CheckpointError(
@@ -242,7 +244,6 @@ class Decoder:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Memory of the weights, bytes."""
         return sum(tensor.nbytes for tensor in self._weights.by_name.values())
 
     @property
@@ -294,12 +295,13 @@ class Decoder:
 
     @torch.inference_mode()
     def move_slot(self, source: int, target: int, *, length: int) -> None:
-        """Copy the first `length` cached positions of slot `source` to slot `target`."""
+        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
         self._kv[:, target, :length] = self._kv[:, source, :length]
 
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
-        """Set a slot to 0. A NaN or infinity in it would spread to later sequences, even from masked positions."""
+        """Set the keys and values of a slot to 0. Otherwise a NaN or infinity there would spread to later sequences in
+        the slot, even from masked positions."""
         self._kv[:, slot] = 0.0
 
     def _run(self, work: Pass) -> Tensor:
@@ -323,7 +325,7 @@ class Decoder:
             if len(hidden) > num_tokens:
                 parts.append(hidden.new_zeros(len(hidden) - num_tokens, parts[0].shape[1]))
             attended = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if work.spans and weights is self._weights.layers[-1]:  # other tokens need no logits
+            if work.spans and weights is self._weights.layers[-1]:  # only these tokens have logits
                 hidden, attended = hidden[last_R], attended[last_R]
             hidden = self._finish_block(hidden, attended, weights)
         end = num_rows + -num_rows % self.row_step
@@ -391,7 +393,7 @@ class Decoder:
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
 
     def _reserve(self, num_slots: int, length: int) -> None:
-        """Make the cache at least this large; it grows by doubling. On an error the old cache stays.
+        """Make the cache at least this large. The cache grows by doubling. On an error the old cache stays.
 
         Raises:
             NoMemoryError: the memory is too small for the larger cache.
@@ -502,7 +504,8 @@ def _attend_rows(q_BHD: Tensor, kv_BTKD: Tensor, bias: Tensor) -> Tensor:
 @lru_cache
 @torch.inference_mode()
 def _find_exact_length(architecture: Architecture, dtype: torch.dtype, num_threads: int) -> int:
-    """Longest partly filled block of attention whose result equals that of a full, masked block; found by trial."""
+    """Longest partly filled block of attention whose result equals the result of a full, masked block, found by
+    trial."""
     a, generator = architecture, torch.Generator().manual_seed(0)
     q_BHD = torch.randn(TRIAL_ROWS, a.num_heads, a.head_dim, generator=generator).to(dtype)
     shape = (TRIAL_ROWS, 2 * ATTENTION_BLOCK, 2 * a.num_kv_heads, a.head_dim)
@@ -520,7 +523,8 @@ def _find_exact_length(architecture: Architecture, dtype: torch.dtype, num_threa
 
 
 def _attend_prompt(q_THD: Tensor, kv_TKD: Tensor) -> Tensor:
-    """Causal attention of one prompt, [T, H * D]. A separate call per prompt makes its result independent of others."""
+    """Causal attention of one prompt, [T, H * D]. A separate call per prompt makes the result independent of other
+    prompts."""
     queries, (keys, values) = q_THD.transpose(0, 1)[None], kv_TKD.transpose(0, 1)[None].chunk(2, 1)
     attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     return attended[0].transpose(0, 1).flatten(1)

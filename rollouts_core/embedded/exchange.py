@@ -65,13 +65,13 @@ async def read_bytes(request: Request) -> bytearray:
     content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
     async for part in request.stream():
         content += part
-        if len(content) > most:  # chunked bodies have no Content-Length
+        if len(content) > most:  # counted here, because chunked bodies have no Content-Length
             raise RequestError(f"The request has more than the permitted {most} bytes: send less at once.")
     return content
 
 
 def parse_json(content: bytearray) -> Json:
-    """Parse JSON. Raises RequestError or ContractError."""
+    """Parse the JSON of a request body. Raises RequestError or ContractError if this fails."""
     if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
         raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
     try:
@@ -89,17 +89,14 @@ def string_field(body: dict[str, Json], name: str) -> str:
 
 
 def json_answer(content: Json, *, status: int = 200) -> Response:
-    """An HTTP answer with a JSON body."""
     return Response(render_json(content), status_code=status, media_type="application/json")
 
 
 def event(content: Json, *, name: str = "") -> bytes:
-    """The bytes of a server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + render_json(content) + b"\n\n"
 
 
 def render_json(content: Json) -> bytes:
-    """Serialize a value to JSON."""
     try:
         return orjson.dumps(content)
     except TypeError:  # orjson cannot write lone surrogates

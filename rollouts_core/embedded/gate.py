@@ -6,7 +6,7 @@ the standard library.
 
     with a key:     a request needs `Authorization: Bearer KEY` or `x-api-key: KEY`, else 401
     without a key:  Host, Origin and Referer must be this machine, and Sec-Fetch-Site not cross-site, else 403
-                    a browser's GET to a path that changes something gets 403, because any link could cause it
+                    a browser's GET to a path of CHANGING_GETS gets 403, because any link could cause it
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHANGING_GETS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker")
-"""Paths that change something or take long, but accept GET requests, because SGLang does and trainers use it."""
+"""Paths that change the server's state or take long. These paths accept GET, because SGLang accepts it and trainers use
+it."""
 UNAUTHORIZED = "Unauthorized"
 NOT_FROM_HERE = "a server without an API key answers only programs on its own machine, at 127.0.0.1 or localhost"
 NOT_BY_BROWSERS = "a browser must not request this path by GET: send a POST"

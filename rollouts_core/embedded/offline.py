@@ -18,7 +18,8 @@ from rollouts_core.errors import EngineError, NoNumbersError
 def generate_tokens(
     decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    """Generate one completion per prompt, `decoder.num_slots` at a time; returns them in the order of the prompts.
+    """Generate one completion per prompt, `decoder.num_slots` at a time. Returns the completions in the order of the
+    prompts.
 
     Args:
         decoder: decoder that no other batch uses.
@@ -79,5 +80,5 @@ def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: boo
 
 
 def choose_seed(params: SamplingParams) -> int:
-    """The request's seed, or a random one."""
+    """The seed in `params`, or a random seed if `params` has none."""
     return secrets.randbelow(MAX_SEED) if params.sampling_seed is None else params.sampling_seed

@@ -196,7 +196,7 @@ def _delta_of(pieces: Sequence[Piece], num_calls: int) -> dict[str, Json]:
 
 def split_pieces(pieces: Sequence[Piece]) -> tuple[str, str, list[ToolCall]]:
     """Split the parts of an assistant's turn into (answer, thoughts, tool calls)."""
-    from rollouts_core.data.dialects import Said, Thought, ToolCall  # heavy
+    from rollouts_core.data.dialects import Said, Thought, ToolCall  # slow to import
 
     said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
@@ -272,7 +272,8 @@ def _text_choice(
     text: str,
     begin: int | None,
 ) -> dict[str, Json]:
-    """OpenAI's JSON of a completion from token `begin` on. None:  the whole completion, and its prompt if `echo`."""
+    """OpenAI's JSON of a completion from token `begin` on. If `begin` is None, the whole completion, after its prompt
+    if `asked.echo` is set."""
     with_prompt = bool(asked.echo) and begin is None
     if with_prompt:
         text = model.text_of(each.input_ids, each.params) + text
@@ -327,7 +328,8 @@ def _chat_logprobs(model: ServedModel, completion: Completion, begin: int) -> di
 def text_logprobs(
     model: ServedModel, asked: GenerationRequest, completion: Completion, *, begin: int | None, echoes: bool
 ) -> dict[str, Json]:
-    """The log-probs of /v1/completions from token `begin` on. With None: all of them, also of an echoed prompt.
+    """The log-probs of /v1/completions from token `begin` on. If `begin` is None, all log-probs, also of an echoed
+    prompt.
 
     The first token of a prompt has no log-prob.
     """
@@ -363,7 +365,8 @@ def text_logprobs(
 
 
 def _token_texts(model: ServedModel) -> Callable[[int], str]:
-    """Return a function that gives the text of a token, or its id as text without a tokenizer."""
+    """Return a function that gives the text of a token. Without a tokenizer, the function gives the token's id as
+    text."""
     tokenizer = model.tokenizer
     known: dict[int, str] = {}
 

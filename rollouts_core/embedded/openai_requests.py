@@ -35,7 +35,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Known fields that do not affect the answer. They are accepted and ignored."""
+"""Known fields that do not affect the answer. This server accepts and ignores these fields."""
 TEXT_ALONE = "This model reads only text: send parts of the type text."
 
 
@@ -68,7 +68,7 @@ class SchemaRequest(BaseModel):
 
 
 class FormatRequest(BaseModel):
-    """`response_format`: plain text, any JSON object, or JSON that follows a schema."""
+    """The field `response_format`: plain text, any JSON object, or JSON that follows a schema."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -90,7 +90,7 @@ class FormatRequest(BaseModel):
 class SamplingFields(Fields):
     """The sampling fields of completions and chats: OpenAI's fields, and further fields that vLLM and SGLang accept.
 
-    The elements of long lists are checked later, by `parse_generate`.
+    `parse_generate` checks the elements of long lists.
     """
 
     model: str
@@ -123,7 +123,8 @@ class SamplingFields(Fields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(self, max_tokens: int | None) -> dict[str, Json]:
-        """Convert the fields to SGLang's sampling parameters. None: limited only by the context length."""
+        """Convert the fields to SGLang's sampling parameters. If `max_tokens` is None, only the context length limits
+        the answer."""
         given = {
             "n": self.n,
             "frequency_penalty": self.frequency_penalty,

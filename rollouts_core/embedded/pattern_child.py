@@ -1,6 +1,6 @@
 """The child process of patterns.py: searches texts for patterns. The docstring of patterns.py shows its messages.
 
-It imports nothing from this project and needs no installed packages.
+This script imports nothing from this project and needs no installed packages.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
     for line in sys.stdin:
         for patterns, text, limit_s in json.loads(line):
             began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, limit_s)  # no Python handler: it would not run during a search
+            signal.setitimer(signal.ITIMER_PROF, limit_s)  # no handler of SIGPROF: Python runs none during a search
             found = next((pattern for pattern in patterns if re.search(pattern, text)), "")
             signal.setitimer(signal.ITIMER_PROF, 0)
             sys.stdout.write(f"{json.dumps([found, time.process_time() - began])}\n")

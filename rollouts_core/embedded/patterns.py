@@ -45,9 +45,8 @@ class Found:
     pattern: str = ""
     """The first pattern that matches anywhere in the text; empty if no pattern matches."""
     seconds: float = 0.0
-    """CPU time of the search, seconds."""
     problem: str = ""
-    """Why the search failed; empty if it did not fail."""
+    """Why the search failed; empty if the search succeeded."""
 
 
 class PatternSearch:
@@ -64,7 +63,6 @@ class PatternSearch:
         return found
 
     def close(self) -> None:
-        """End the child process if it runs."""
         self._end()
 
     def _ask(self, searches: Sequence[Search]) -> list[Found]:
@@ -72,7 +70,7 @@ class PatternSearch:
         process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         asked = [[search.patterns, search.text, max(search.limit_s, MIN_LIMIT_S)] for search in searches]
-        with suppress(BrokenPipeError):  # the child process was killed; reading its output shows this too
+        with suppress(BrokenPipeError):  # the child process was killed; `_ask` notices this when it reads the output
             process.stdin.write(f"{json.dumps(asked)}\n")
             process.stdin.flush()
         found: list[Found] = []

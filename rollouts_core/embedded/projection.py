@@ -5,8 +5,9 @@ Not here: the model (decoder.py), reading weights (weights.py).
     weight changed -> forget_packed() -> first call packs the weight -> later calls use the packed copy
 
 Libraries multiply rows in blocks, and the remaining rows with another kernel that may round differently. For packed
-weights the library uses one kernel for nearly every number of rows, and is faster. MKL is used on processors of Intel,
-oneDNN on others. Callers pad rows to a multiple of `row_step`, which depends on the processor.
+weights the library uses one kernel for nearly every number of rows, which is also faster. The library is MKL on
+processors of Intel, and oneDNN on other processors. Callers pad rows to a multiple of `row_step`, which depends on the
+processor.
 
 Letters: B rows, K inner dimension, N columns.
 """
@@ -31,10 +32,10 @@ Library = Literal["mkl", "onednn"]
 ROW_STEPS = (1, 2, 4, 8, 16, 32)
 TRIAL_ROWS, TRIAL_COLUMNS = 512, 256
 TRIAL_COUNTS = (*range(1, 65), 96, 97, 127, 128, 160, 255, 256, 384)
-"""Numbers of rows to test: their results must equal the first rows of a product with TRIAL_ROWS rows."""
+"""Numbers of rows to test. The result for each number must equal the first rows of a product with TRIAL_ROWS rows."""
 PACKED_FOR_ROWS = 256
-"""Expected number of rows, given to the library when it packs weights. Products may have another number of rows. With
-a lower value the library uses another kernel for a single row: MKL below 160 for small weights, oneDNN at 1."""
+"""Expected number of rows, given to the library when it packs weights. Products may have another number of rows. With a
+lower value (MKL: below 160 for small weights; oneDNN: 1) the library uses another kernel for a single row."""
 ONEDNN_MIN_WEIGHTS = 2**18
 """On processors that are not from Intel, MKL multiplies smaller matrices than this, because each product of oneDNN has
 an overhead of about 12 us."""
@@ -61,7 +62,8 @@ class Projection:
         self.bias_N = bias_N
         self.library = library
         self.adapter: SmallProducts | None = None
-        """The adapter of this matrix, whose result is computed in the adapter's dtype; None without an adapter."""
+        """The adapter of this matrix; None without an adapter. The adapter's result is computed in the adapter's
+        dtype."""
         self._packed: Tensor | None = None
 
     @property
@@ -121,7 +123,8 @@ def read_vendor() -> str:
 
 
 def find_row_step(projections: Iterable[Projection]) -> int:
-    """The smallest of `ROW_STEPS` whose multiples give bitwise equal results per row in all these products."""
+    """The smallest of `ROW_STEPS` whose multiples, as numbers of rows, give bitwise equal results per row in all these
+    products."""
     trials = {
         (min(columns, TRIAL_COLUMNS + columns % TRIAL_COLUMNS), inner, project.weight_NK.dtype, project.library)
         for project in projections
@@ -133,7 +136,7 @@ def find_row_step(projections: Iterable[Projection]) -> int:
 @lru_cache
 @torch.inference_mode()
 def _exact_row_step(num_columns: int, inner: int, dtype: torch.dtype, library: Library | None, num_threads: int) -> int:
-    """`find_row_step` for products of one shape, by trial."""
+    """The row step for products of one shape, found by trial (`find_row_step`)."""
     generator = torch.Generator().manual_seed(0)
     rows_BK = torch.randn(TRIAL_ROWS, inner, generator=generator).to(dtype)
     project = Projection(torch.randn(num_columns, inner, generator=generator).to(dtype), None, library)

@@ -5,7 +5,7 @@ Requests with unsupported fields are refused; no field is ignored silently. Not 
     {"input_ids": [...], "sampling_params": {...}} -> GenerateCall(requests=(GenerationRequest, ...))
     Completion -> {"text": ..., "output_ids": [...], "meta_info": {...}}
 
-JSON values have the type `Any` in this file, because this file checks them.
+JSON values have the type `Any` in this file, because the functions here check the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ it, which would take minutes and gigabytes. Most texts have four characters per 
 MAX_NAMED_TOKENS = 2**18
 """Limit of entries in `stop_token_ids` and in `logit_bias`. The engine searches these entries at every token."""
 MAX_LOGPROBS = 2**21
-"""Limit of log-probs in an answer besides the log-probs of the sampled tokens. They make 100 MB of JSON."""
+"""Limit of log-probs in an answer besides the log-probs of the sampled tokens. So many log-probs make 100 MB of
+JSON."""
 MAX_GROUP_SIZE = 4096
 """Limit of the size of a process group. torch allocates memory for every rank before any rank has joined."""
 MAX_ID_CHARS = 1024
@@ -61,8 +62,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
-"""SGLang's sampling parameters that this engine does not support. Each has the values that are permitted besides null,
-because they have no effect."""
+"""SGLang's sampling parameters that this engine does not support. For each parameter, the permitted values besides
+null, which have no effect."""
 
 
 def _texts(value: Json) -> tuple[str, ...]:
@@ -86,9 +87,10 @@ UNSUPPORTED_FIELDS = (
     *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides", "max_thinking_tokens"),
     *("return_prompt_token_ids", "watermark"),
 )
-"""Fields of a generate request that this engine does not support. They are refused if set."""
+"""Fields of a generate request that this engine does not support. A request that sets one of these fields is
+refused."""
 UNSUPPORTED_LOGPROB_FIELDS = ("return_text_in_logprobs",)
-"""Unsupported fields that are refused only in requests with `return_logprob`."""
+"""Unsupported fields that this engine refuses only in requests with `return_logprob`."""
 
 
 LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
@@ -122,7 +124,7 @@ def parse_generate(
         body: parsed JSON.
         encode: converts text to token ids; None if the model directory has no tokenizer.
         context_length: limit of the tokens of a prompt with its completion. Longer prompts are refused before their
-            elements are checked. With None the caller checks the length.
+            elements are checked. If None, the caller checks the length.
 
     Raises:
         ContractError: a field has a wrong type, or a sampling parameter is unknown.
@@ -179,7 +181,7 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
             _check_sampling_field(name, setting)
             if name not in NEUTRAL_VALUES:
                 own[name] = CONVERSIONS[name](setting) if name in CONVERSIONS else setting
-    own.pop("n", None)  # `parse_generate` reads it
+    own.pop("n", None)  # `parse_generate` reads the field n
     own |= own.pop("custom_params", {})
     if value.get("max_new_tokens", 0) is None:
         own["max_new_tokens"] = None
@@ -434,7 +436,8 @@ def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -
 
 
 def _alternatives_to_json(completion: Completion, wanted: LogprobParams) -> dict[str, Json]:
-    """SGLang's log-probs of alternative tokens: a list per position, and None for the first position of a prompt."""
+    """SGLang's fields with log-probs of alternative tokens: a list per position, and None for the first position of a
+    prompt."""
     scores, found = completion.prompt_scores, completion.alternatives
     prompt = None if scores is None else scores.alternatives
     answer: dict[str, Json] = {}
@@ -460,7 +463,6 @@ def given_entries(found: Alternatives, wanted: LogprobParams) -> list[list[tuple
 
 
 def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Json]:
-    """SGLang's finish_reason object."""
     match reason.kind:
         case "stop":
             return {"type": "stop", "matched": reason.string or reason.token_id}
@@ -542,7 +544,7 @@ def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
 
 
 def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
-    """The number `n` of completions per prompt. It must be equal for all prompts of a request."""
+    """The number `n` of completions per prompt. `n` must be equal for all prompts of a request."""
     counts = {1 if (count := (params or {}).get("n")) is None else count for params in params_of_prompts}
     if len(counts) > 1:
         raise RequestError("The parallel_sample_num should be the same for all samples in sample params.")
@@ -552,7 +554,7 @@ def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
 
 
 def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
-    """The parameters of completion number `sibling` of a prompt. Its seed is the request's seed plus the number."""
+    """The parameters of completion number `sibling` of a prompt. The seed is the request's seed plus `sibling`."""
     if params.sampling_seed is None or sibling == 0:
         return params
     num_seeds = MAX_SEED - MIN_SEED + 1

@@ -2,7 +2,7 @@
 
 Not here: the trainer's side (engines/group.py), loading the tensors (scheduler.py), parsing requests (protocol.py).
 
-    begin -> receive a bucket, another, ... -> end: returns all received tensors, which are then loaded together
+    begin -> receive a bucket, the next bucket, ... -> end: returns all received tensors, which are then loaded together
     join, leave: a process group, which is used for many weight updates
 
 SGLang loads each bucket when it arrives. This engine collects all buckets until `end`, so that an interrupted update
@@ -41,11 +41,12 @@ ResultT = TypeVar("ResultT")
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
 MAX_WAITING_CALLS = 8
-"""Highest number of calls that wait for a trainer at the same time. Each needs a thread and a connection."""
+"""Highest number of calls that wait for a trainer at the same time. Each call needs a thread and a connection."""
 ANSWER_GRACE_S = 5.0
 """Seconds to wait for a thread after the timeout of its network operation."""
 MAX_GROUPS = 64
-"""Highest number of process groups. At the limit a new group replaces the oldest one, perhaps of a killed trainer."""
+"""Highest number of process groups. At the limit a new group replaces the oldest group, whose trainer was perhaps
+killed."""
 
 
 class OrderError(RequestError):
@@ -61,7 +62,6 @@ class GroupCall:
     address: str
     """Address of the trainer's store, where the members of the group meet."""
     port: int
-    """Its port."""
     rank: int
     """Rank of this server in the group. The trainer has rank 0."""
     size: int
@@ -122,7 +122,7 @@ class WeightReceiver:
         return arrived, self._kept
 
     async def join(self, call: GroupCall) -> None:
-        """Join a process group. An earlier group of the same name is left.
+        """Join a process group. If this server is in a group of the same name, it leaves that group.
 
         Raises:
             EngineUnavailableError: the trainer is unreachable, or too many calls are waiting.
@@ -170,7 +170,6 @@ class WeightReceiver:
         let_go([self._groups.pop(name)])  # without a variable, so that `let_go` has the last reference
 
     def close(self) -> None:
-        """Leave all process groups."""
         for name in list(self._groups):
             self.leave(name)
 
@@ -182,7 +181,7 @@ class WeightReceiver:
 
         Raises:
             EngineUnavailableError: too many calls are waiting.
-            RuntimeError: the work took too long.
+            RuntimeError: `work` took too long.
         """
         if self._num_waiting >= MAX_WAITING_CALLS:
             raise EngineUnavailableError(f"{MAX_WAITING_CALLS} calls already wait for trainers: try again later")
@@ -200,7 +199,7 @@ class WeightReceiver:
         if not thread.done():
             thread.add_done_callback(lambda ended: let_go(results) if ended.exception() is None else None)
             raise RuntimeError(f"not finished within {process_group.TIMEOUT_S:g} s")
-        thread.result()  # raises the error of the work
+        thread.result()  # raises the error of `work`
         return results.pop()
 
     def _receive_bytes(self, name: str, flat: Tensor) -> None:

@@ -21,7 +21,7 @@ def rotary_frequencies(architecture: Architecture) -> Tensor:
     scaling = architecture.rope_scaling
     if scaling is None:
         return frequencies
-    # Turns per pair within the context length of pretraining. The frequencies of pairs with few turns are divided.
+    # Turns per pair within the context length of pretraining. Pairs with few turns get their frequency divided.
     turns = scaling.pretrained_length / (2 * math.pi / frequencies)
     kept = ((turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)).clamp(0.0, 1.0)
     return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies

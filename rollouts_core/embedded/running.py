@@ -95,10 +95,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A request with its completion so far. A new request has no completion tokens yet."""
+    """A request and the tokens of its completion so far."""
 
     request: GenerationRequest
-    """The request that this completion answers."""
     seed: int
     """The seed for sampling: the request's seed, or a random seed if the request has none."""
     output_ids: tuple[int, ...] = ()
@@ -120,17 +119,14 @@ class Completion:
     """A finished completion, the answer to one request."""
 
     request_id: str
-    """The request's."""
     output_ids: tuple[int, ...]
-    """The sampled tokens. They include the stop token, or the tokens of the stop string, at the end."""
+    """The sampled tokens. A stop token, or the tokens of a stop string, are included."""
     output_logprobs: tuple[float, ...]
     """Log-prob of each sampled token under the distribution from which it was sampled."""
     finish_reason: FinishReason
-    """Why the completion ended."""
     prompt_tokens: int
-    """Number of tokens of the prompt."""
     weight_versions: tuple[WeightSpan, ...]
-    """The weight version of each range of tokens. A single span if no weight update occurred during the completion."""
+    """The weight version of each range of tokens. Without a weight update during the completion, there is one span."""
     latency_s: float
     """Time from the request's submission to the end of the completion, seconds."""
     prompt_scores: PromptScores | None = None
@@ -176,7 +172,7 @@ def weight_spans(changes: Sequence[tuple[str, int]], current_version: str, num_t
 
 
 def note_version_change(partial: Partial, old_version: str) -> Partial:
-    """A copy of `partial` that records that `old_version` was replaced after its current last token."""
+    """A copy of `partial` that records that new weights replaced `old_version` after the last token of `partial`."""
     if not partial.output_ids:
         return partial
     change = (old_version, len(partial.output_ids))
@@ -188,7 +184,8 @@ class RunningBatch:
 
     Args:
         decoder: decoder for this batch only.
-        tokenizer: decodes text to find stop strings and patterns. Without it, requests cannot have any.
+        tokenizer: decodes text to find stop strings and patterns. Without a tokenizer, requests cannot have stop
+            strings or patterns.
 
     Raises:
         NoMemoryError: the memory is too small for the decoder's slots.
@@ -233,11 +230,10 @@ class RunningBatch:
 
     @property
     def num_free(self) -> int:
-        """Number of requests that the batch could admit now."""
+        """Number of free rows, each of which can take a new request."""
         return self._decoder.num_slots - self.num_rows
 
     def close(self) -> None:
-        """End the child process that searches for stop patterns."""
         self._patterns.close()
 
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
@@ -250,7 +246,7 @@ class RunningBatch:
                 self._add_row(partial)
         scorers = {key: PromptScorer(*key) for partial in admitted if (key := _scorer_key(partial))}
         prompts = [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]]
-        # Requests for log-probs of the prompt without a completion use a free slot during this pass only.
+        # A request that wants only log-probs of its prompt, without a completion, uses a free slot in this pass alone.
         prompts += [partial.request.input_ids for partial in full if _scorer_key(partial)]
         if not num_decoding and not prompts:
             return [(partial, FinishReason("length")) for partial in full]
@@ -271,7 +267,8 @@ class RunningBatch:
         return ended + self._take_finished()
 
     def _end_scored(self, partial: Partial, num_filled: int) -> tuple[Partial, FinishReason]:
-        """Finish a request without completion tokens. If its log-probs are NaN, clear the slots that no row uses."""
+        """Finish a request that generates no tokens. If the log-probs of its prompt are NaN, clear the slots that no
+        row uses."""
         if partial.prompt_scores is None or not np.isnan(partial.prompt_scores.logprobs_T).any():
             return partial, FinishReason("length")
         for slot in range(self.num_rows, num_filled):
@@ -279,7 +276,7 @@ class RunningBatch:
         return partial, NO_NUMBERS
 
     def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
-        """Remove the requests with a chosen id, and return them with their tokens so far, in the order of rows."""
+        """Remove the requests whose id `is_chosen`, and return them with their tokens so far, in the order of rows."""
         rows = [row for row, p in enumerate(self._partials) if is_chosen(p.request.request_id)]
         removed = [self.partial(row) for row in rows]
         self._drop_rows(rows)
@@ -328,7 +325,7 @@ class RunningBatch:
     def _ends_of(self, params: SamplingParams) -> set[int]:
         """Token ids that end a completion: the model's end tokens and the request's `stop_token_ids`."""
         architecture = self._decoder.architecture
-        known = range(architecture.vocab_size)  # unknown ids would only widen the array of all rows
+        known = range(architecture.vocab_size)  # ids outside the vocabulary would only widen the array of end tokens
         return {*architecture.eos_token_ids, *filter(known.__contains__, params.stop_token_ids)}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
@@ -362,7 +359,7 @@ class RunningBatch:
             self._alternatives[row].append(find_alternatives(logprobs_RV, self._partials[row].request.logprobs))
 
     def _take_finished(self) -> list[tuple[Partial, FinishReason]]:
-        """Remove the requests that ended with their last token, and return them with the reasons."""
+        """Remove the requests that ended with their last sampled token, and return each with the reason."""
         count = self.num_rows
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
@@ -403,12 +400,13 @@ class RunningBatch:
         return dict.fromkeys(rows, NO_NUMBERS)
 
     def _stop_string(self, row: int) -> str:
-        """The stop string that the last tokens of a row contain; "" without a match. Text may follow the string."""
+        """The stop string that the last tokens of a row contain; "" without a match. Other text may follow the stop
+        string."""
         wanted = self._partials[row].request.params.stop
         if not wanted:
             return ""
         assert self._tokenizer is not None, "the scheduler refuses stop strings without a tokenizer"
-        num_tail = max(len(string.encode()) for string in wanted) + 1  # a token has at least one byte
+        num_tail = max(len(string.encode()) for string in wanted) + 1  # enough, as each token has at least one byte
         count = self._num_output[row]
         tail_ids = self._output_ids[row, max(0, count - num_tail) : count].tolist()
         tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)

@@ -12,8 +12,8 @@ Not here: stop conditions (running.py), reading JSON (protocol.py).
                                    |
     uniform(seed, position) -> inverse cumulative distribution -> tokens_B
 
-The uniform number is a hash of the request's seed and the token's position. It therefore depends neither on the other
-requests of the batch, nor on an abort after which the request continues with the same seed.
+The uniform number is a hash of the request's seed and the token's position. Therefore neither the other requests of the
+batch, nor an abort after which the request continues with the same seed, change the uniform number.
 
 Letters: B rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
-"""A request with a lower temperature is greedy: it gets the most probable token. As in SGLang."""
+"""A request with a lower temperature is greedy: it gets the most probable token. SGLang has the same limit."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_PATTERNS = 32
@@ -48,7 +48,7 @@ class SamplingParams:
     """The sampling parameters and stop conditions of one completion, with SGLang's names and defaults.
 
     Raises:
-        ValueError: a value is outside its range. The message is SGLang's.
+        ValueError: a value is outside its range. The message is the same as in SGLang.
     """
 
     max_new_tokens: int | None = 128
@@ -60,15 +60,15 @@ class SamplingParams:
     stop_regex: tuple[str, ...] = ()
     """Regular expressions that end the completion when one of them matches anywhere in its text."""
     min_new_tokens: int = 0
-    """Minimum number of completion tokens. End tokens are excluded before."""
+    """Minimum number of completion tokens. A shorter completion cannot end by an end token."""
     ignore_eos: bool = False
     """If true, neither the model's end tokens nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 always gives the most probable token."""
+    """Divisor of the logits. With temperature 0, the most probable token is always sampled."""
     top_p: float = 1.0
     """Nucleus sampling: keep only the most probable tokens whose probabilities together reach this value."""
     top_k: int = -1
-    """Keep only this many of the most probable tokens; -1 keeps all."""
+    """Keep only this many of the most probable tokens; -1 keeps all tokens."""
     min_p: float = 0.0
     """Keep only tokens with at least this share of the most probable token's probability."""
     frequency_penalty: float = 0.0
@@ -84,9 +84,9 @@ class SamplingParams:
     sampling_seed: int | None = None
     """Seed for sampling. The same seed, prompt and weights give the same completion. None draws a random seed."""
     skip_special_tokens: bool = True
-    """Omit special tokens from the completion's text. Its token ids always include them."""
+    """Omit special tokens from the completion's text. The completion's token ids always include special tokens."""
     no_stop_trim: bool = False
-    """Keep the stop string or end token in the completion's text. Its token ids always include it."""
+    """Keep the stop string or end token in the completion's text. The completion's token ids always include it."""
     json_schema: str = ""
     """A JSON schema that the completion's text must follow; empty for no schema."""
     regex: str = ""
@@ -147,7 +147,8 @@ class SamplingParams:
 
 
 class SamplingRows:
-    """The sampling parameters of B rows as arrays. They are updated in place, which is faster than building new arrays.
+    """The sampling parameters of B rows as arrays. The arrays are updated in place, which is faster than building new
+    ones.
 
     Args:
         num_rows: B. The content of a row is undefined until it is set.
@@ -157,13 +158,11 @@ class SamplingRows:
         self.temperature_B = np.ones(num_rows, dtype=np.float32)
         """Temperature of each row; 1 if the row is greedy with temperature 0."""
         self.top_p_B = np.ones(num_rows, dtype=np.float32)
-        """`top_p` of each row."""
         self.top_k_B = np.zeros(num_rows, dtype=np.int64)
         """`top_k` of each row. A number above the size of every vocabulary permits all tokens."""
         self.num_tokens_B = np.full(num_rows, ALL_TOKENS, dtype=np.int64)
         """`num_tokens` of each row: only token ids below this number can be sampled."""
         self.min_p_B = np.zeros(num_rows, dtype=np.float32)
-        """`min_p` of each row."""
         self.seed_B = np.zeros(num_rows, dtype=np.int64)
         """Seed of each row: the request's seed, or a random seed if the request has none."""
         self.is_greedy_B = np.zeros(num_rows, dtype=np.bool_)
@@ -176,7 +175,6 @@ class SamplingRows:
         """True for rows that have stop strings or stop patterns."""
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Set the parameters of a row."""
         self.temperature_B[row] = 1.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_p_B[row] = params.top_p
         self.top_k_B[row] = params.top_k if params.top_k > 0 else ALL_TOKENS

@@ -9,7 +9,7 @@ Not here: the rows of the running batch (running.py), HTTP (server.py).
     update_weights() ...-+           +------------------------------------------------------------------+
                                         finished completions resolve the futures that submit() returned
 
-Without a pause, a weight update waits until all running requests have ended, and no requests are admitted meanwhile.
+Without a pause, a weight update waits until all running requests have ended. No requests are admitted during this wait.
 If the thread fails, all pending futures fail with its error, and further calls are refused.
 """
 
@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_REQUESTS = 65536
 MAX_WAITING_UPDATES = 8
-"""Highest number of weight updates that wait for running requests to end. Each may have a copy of the weights."""
+"""Highest number of weight updates that wait for running requests to end. Each update may have a copy of the
+weights."""
 CLOSE_TIMEOUT_S = 10.0
 ABORTED = FinishReason("abort", message="Aborted")
 SHUT_DOWN = FinishReason("abort", message="The engine is shutting down")
@@ -70,13 +71,13 @@ class WeightUpdate:
     segments: tuple[SegmentAddress, ...] = ()
     """Addresses of published weights; empty if the weights are not in segments."""
     tensors: Mapping[str, Tensor] | None = None
-    """The weights in memory, if a trainer sent them; else None."""
+    """The weights in memory, if a trainer sent the weights; else None."""
     kept: frozenset[str] = frozenset()
     """Names of the weights that `tensors` does not replace."""
     weight_version: str | None
-    """Version name of the new weights; None keeps the current name."""
+    """Version name of the new weights; None keeps the current version name."""
     done: Future[int]
-    """Resolves after loading, to the number of requests that were paused during the update."""
+    """Future that resolves after loading, to the number of requests that were paused during the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,6 @@ class Load:
     """Numbers of running and waiting requests and tokens of the engine."""
 
     num_running: int
-    """Number of requests in the running batch."""
     num_waiting: int
     """Number of requests that wait for a free row in the batch or for the end of a pause."""
     num_used_tokens: int
@@ -100,7 +100,7 @@ class _Command:
     """A function for the generation thread to run between two decoding steps."""
 
     run: Callable[[], None]
-    """Runs the function and resolves the caller's future. Raises if the generation thread cannot continue."""
+    """Runs the function and resolves the caller's future. Raises an error if the generation thread must end."""
     refuse: Callable[[str], None]
     """Fails the caller's future with this message."""
 
@@ -147,7 +147,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Number of running requests."""
         return self._batch.num_rows
 
     @property
@@ -171,8 +170,8 @@ class Scheduler:
             on_progress: called in the generation thread after every decoding step, with the tokens so far.
 
         Raises:
-            RequestError: the model cannot take this request.
-            EngineUnavailableError: the engine is closing, failed or full.
+            RequestError: the model does not support this request, or its id is in use.
+            EngineUnavailableError: the engine is closing, has failed, or has too many waiting requests.
         """
         self.check(request)
         done: Future[Completion] = Future()
@@ -192,7 +191,7 @@ class Scheduler:
         return done
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestError if the model cannot take this request."""
+        """Raise RequestError if the model does not support this request."""
         try:
             check_request(request, self.decoder, has_text=self.tokenizer is not None)
             self._batch.constraints.check(request.params)
@@ -211,8 +210,8 @@ class Scheduler:
     def give_up(self, request_ids: Collection[str]) -> None:
         """End requests whose caller no longer waits. Unknown ids are ignored. A closed engine raises no error.
 
-        A disconnected client may leave thousands of requests. Their ids are therefore collected, and the queue is
-        searched once for all of them.
+        A disconnected client may leave thousands of requests. The ids are therefore collected, and the generation
+        thread searches the queue once for all ids.
         """
         with self._wake:
             self._given_up.update(request_ids)
@@ -252,8 +251,8 @@ class Scheduler:
             tensors: the weights in memory, if a trainer sent them.
             kept: names of the weights that `tensors` does not replace.
 
-        The returned future resolves to the number of requests that were paused during the update. It fails with
-        `CheckpointError` if the weights cannot be loaded; all old weights then stay. It fails with
+        The returned future resolves to the number of requests that were paused during the update. The future fails with
+        `CheckpointError` if the weights cannot be loaded; all old weights then stay. The future fails with
         `EngineUnavailableError` if too many updates are waiting.
         """
         update = WeightUpdate(
@@ -270,7 +269,6 @@ class Scheduler:
         return update.done
 
     def set_weight_version(self, weight_version: str) -> Future[None]:
-        """Change the version name of the current weights."""
         return self._between_steps(lambda: self._rename_weights(weight_version))
 
     def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> Future[dict[str, str]]:
@@ -278,7 +276,8 @@ class Scheduler:
         return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:
-        """The engine's load, measured by the generation thread. An answer proves that this thread still runs."""
+        """The engine's load, measured by the generation thread. A result proves that the generation thread still
+        runs."""
         return self._between_steps(self._measure_load)
 
     def close(self) -> None:

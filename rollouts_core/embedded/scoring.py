@@ -1,4 +1,4 @@
-"""Log-probs besides those of the sampled tokens: of the prompt, of the most probable tokens, and of requested tokens.
+"""Log-probs besides the log-probs of the sampled tokens: of prompt tokens, the most probable tokens, and given tokens.
 
 Not here: which rows of a pass have logits (decoder.py), sampling (sampling.py), JSON (protocol.py).
 
@@ -32,7 +32,7 @@ class LogprobParams:
     num_top: int = 0
     """Number of most probable tokens at each position."""
     token_ids: tuple[int, ...] = ()
-    """Tokens whose log-probs are given at each position."""
+    """Ids of the given tokens: the answer has their log-probs at each position."""
 
     @property
     def num_alternatives(self) -> int:
@@ -55,9 +55,9 @@ class Alternatives:
     top_ids_TK: NDArray[np.int64]
     """The most probable tokens, the most probable first."""
     top_logprobs_TK: NDArray[np.float32]
-    """Theirs."""
+    """Log-probs of the most probable tokens, in the order of `top_ids_TK`."""
     given_logprobs_TG: NDArray[np.float32]
-    """Log-probs of the given tokens, in their order."""
+    """Log-probs of the given tokens, in the order of `LogprobParams.token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class PromptScores:
 
 
 def join_alternatives(parts: Sequence[Alternatives], params: LogprobParams) -> Alternatives:
-    """Log-probs of consecutive positions, in order."""
+    """Join the log-probs of consecutive ranges of positions, in order."""
     empty = _no_alternatives(params)
     return Alternatives(
         top_ids_TK=np.concatenate([empty.top_ids_TK, *(part.top_ids_TK for part in parts)]),
@@ -82,7 +82,7 @@ def join_alternatives(parts: Sequence[Alternatives], params: LogprobParams) -> A
 
 @torch.inference_mode()
 def find_alternatives(logprobs_RV: Tensor, params: LogprobParams) -> Alternatives:
-    """The alternatives of each row of log-probs."""
+    """The log-probs of the most probable and of the given tokens, for each row of `logprobs_RV`."""
     num_top = min(params.num_top, logprobs_RV.shape[-1])
     top = logprobs_RV.topk(num_top, dim=-1)
     return Alternatives(
@@ -104,7 +104,6 @@ class PromptScorer:
     def __init__(self, prompt: tuple[int, ...], params: LogprobParams, num_tokens: int | None) -> None:
         assert params.start is not None, "the caller wants log-probs of the prompt"
         self.prompt = prompt
-        """Its token ids."""
         self.start = min(params.start, len(prompt) - 1)
         """First position whose logits are read."""
         self._next_ids = torch.tensor(prompt[self.start + 1 :], dtype=torch.int64)
@@ -116,7 +115,6 @@ class PromptScorer:
 
     @property
     def is_done(self) -> bool:
-        """True if all positions were read."""
         return self._num_read == len(self._next_ids)
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 Not here: writing segments (engines/segments.py), copying their tensors into the model (decoder.py).
 
     trainer, pid 12: a safetensors file in memory, open as file descriptor 9
-    engine:          maps /proc/12/fd/9; while it is mapped, the memory stays valid, even if the trainer ends
+    engine: maps /proc/12/fd/9; the mapped memory stays valid, even if the trainer ends
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SegmentAddress:
 def memory_scope() -> str:
     """Return a text that is equal in processes that can open each other's memory through /proc; "" without /proc.
 
-    Such processes have the same kernel, the same namespace of process ids, and the same user.
+    Processes can open each other's memory if they have the same kernel, namespace of process ids, and user.
     """
     try:
         boot, namespace = BOOT_ID.read_text(encoding="utf-8").strip(), PROCESS_NAMESPACE.readlink()
@@ -47,7 +47,7 @@ def memory_scope() -> str:
 
 
 def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, Tensor]:
-    """Read tensors of a segment. They are memory-mapped, not copied.
+    """Read tensors of a segment. The tensors are memory-mapped, not copied.
 
     Raises:
         CheckpointError: the segment does not exist any more, is damaged, or lacks one of the tensors.

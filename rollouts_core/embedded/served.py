@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A served model with everything that the endpoints need."""
+    """A served model with its scheduler, tokenizer and chat template, for all endpoints."""
 
     scheduler: Scheduler
     """Runs the model in the generation thread."""
@@ -60,7 +60,7 @@ class ServedModel:
         return lambda text: list(tokenizer.encode_batch_fast([text])[0].ids)
 
     def check_name(self, name: str) -> None:
-        """Raise UnknownModelError if a request names another model than the served one."""
+        """Raise UnknownModelError if `name` is not the name of the served model."""
         known = (self.name, str(self.scheduler.model_dir))
         if name not in known:
             raise UnknownModelError(f"The model {name[:200]!r} is not served here: ask for {self.name!r}.")
@@ -92,7 +92,7 @@ def submit_all(
     requests: tuple[GenerationRequest, ...],
     listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
 ) -> list[Future[Completion]]:
-    """Submit all requests. If one of them is refused, abort the others and raise."""
+    """Submit all requests. If the scheduler refuses a request, abort the submitted requests and raise the error."""
     futures: list[Future[Completion]] = []
     for index, asked in enumerate(requests):
         try:
@@ -109,14 +109,15 @@ async def wait_or_abort(
     requests: tuple[GenerationRequest, ...],
     futures: list[Future[Completion]],
 ) -> list[Completion]:
-    """Wait for completions without a time limit. If the client disconnects, abort them and return them unfinished."""
+    """Wait for completions without a time limit. If the client disconnects, abort the requests and return the
+    unfinished completions."""
     disconnected = asyncio.ensure_future(_until_disconnected(request))
     loop, unfinished = asyncio.get_running_loop(), [*futures]
 
     def note_end(_: Future[Completion]) -> None:
-        unfinished.pop()  # runs in the generation thread; only the last end wakes the event loop
+        unfinished.pop()  # runs in the generation thread; only the last completion wakes the event loop
         if not unfinished:
-            with suppress(RuntimeError):  # the server and its loop have ended meanwhile
+            with suppress(RuntimeError):  # raised after the end of the event loop
                 loop.call_soon_threadsafe(disconnected.cancel)
 
     for future in futures:
@@ -158,7 +159,7 @@ async def follow(
         has_news.set()
 
     def push(index: int, news: Partial | Future[Completion]) -> None:
-        with suppress(RuntimeError):  # the server and its loop have ended meanwhile
+        with suppress(RuntimeError):  # raised after the end of the event loop
             loop.call_soon_threadsafe(note, index, news)
 
     futures: list[Future[Completion]] = []
@@ -171,7 +172,7 @@ async def follow(
             await has_news.wait()
             has_news.clear()
             while newest:
-                index = next(iter(newest))  # the state that has waited longest
+                index = next(iter(newest))  # the request whose state has waited longest
                 news = newest.pop(index)
                 num_open -= isinstance(news, Future)
                 yield index, news.result() if isinstance(news, Future) else news

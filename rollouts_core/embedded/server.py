@@ -66,7 +66,7 @@ def serve(
         num_threads: CPU threads of the whole process.
         max_running_requests: highest number of completions that are generated together.
         context_length: limit of the tokens of a prompt with its completion; None for the model's own limit.
-        api_key: key that every request must have as `Authorization: Bearer KEY`. Empty: requests need no key. This is
+        api_key: key that every request must have as `Authorization: Bearer KEY`. If "", requests need no key, which is
             permitted only with a loopback address.
         on_ready: called with the server's URL as soon as it accepts requests.
 

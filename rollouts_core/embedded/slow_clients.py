@@ -20,8 +20,8 @@ MAX_HEADER_BYTES = 64 * 2**10
 MAX_SLOW_S = 60.0
 """Seconds within which a client must send its complete request."""
 MAX_SLOW_SHARE = 0.25
-"""Highest number of connections without a complete request, as a share of the process's limit of open files. Above it,
-the oldest of these connections are closed."""
+"""Highest number of connections without a complete request, as a share of the process's limit of open files. If there
+are more, the oldest of these connections are closed."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -34,12 +34,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """Approximate number of bytes received since the header began."""
 
     def on_message_begin(self) -> None:
-        """Record that a header begins."""
         super().on_message_begin()
         self.is_in_header, self.num_header_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """Record that the header ended."""
         self.is_in_header = False
         super().on_headers_complete()
 
@@ -55,15 +53,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """True if the connection waits for the rest of a request. False if it is idle after an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return self.timeout_keep_alive_task is None
-        return self.cycle.more_body and not self.pipeline  # pipelined requests wait for the answer
+        return self.cycle.more_body and not self.pipeline  # a pipelined request only waits for an answer
 
 
 class SlowClients:
-    """Records since when each connection has been without a complete request, and closes overdue connections."""
+    """Records how long each connection has waited for a complete request, and closes overdue connections."""
 
     def __init__(self) -> None:
         self._since: dict[BoundedProtocol, float] = {}
-        """Time since which each connection has been without a complete request, oldest first."""
+        """Start of the wait for a complete request, for each waiting connection, in seconds of a monotonic clock;
+        oldest first."""
 
     def close_overdue(self, connections: Collection[BoundedProtocol], now: float) -> None:
         """Close connections whose request is overdue. If too many requests are incomplete, also close the oldest.

@@ -14,10 +14,11 @@ from tokenizers.decoders import DecodeStream
 class TextStream:
     """Converts the tokens of a completion to text as they arrive.
 
-    It holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
+    The stream holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
 
     Args:
-        stops: the completion's stop strings. Their beginnings are held back, because the final text may omit them.
+        stops: the completion's stop strings. The beginning of a stop string is held back, because the final text may
+            omit the stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special_tokens: bool) -> None:
@@ -39,7 +40,7 @@ class TextStream:
         return shown
 
     def finish(self, text: str) -> str:
-        """Return the rest of the final text, which was not returned yet."""
+        """Return the part of the final text that `read` has not returned yet."""
         return text.removeprefix(self._sent) if text.startswith(self._sent) else self._held
 
 

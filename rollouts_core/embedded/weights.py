@@ -28,14 +28,14 @@ MAX_HEADER_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 """Limit of the size of a model.safetensors.index.json, bytes."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Permitted dtypes of weights. torch can sum them. Packed and eight-bit formats are not supported."""
+"""Permitted dtypes of weights, which torch can sum (`is_finite`). Packed and eight-bit formats are not supported."""
 ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"
-"""Name ending of tensors in old Llama checkpoints. They are ignored, because config.json determines their values."""
+"""Name ending of tensors in old Llama checkpoints that are ignored, because config.json determines their values."""
 
 
 @contextmanager
 def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no types
-    """Open a safetensors file. Its tensors are memory-mapped, not copied, and stay valid after the `with` block.
+    """Open a safetensors file. The file's tensors are memory-mapped, not copied, and stay valid after the `with` block.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has a header over `MAX_HEADER_BYTES`.
@@ -112,7 +112,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as in a safetensors file: row-major, little-endian. Copied only if the layout differs."""
+    """The tensor's bytes as in a safetensors file: row-major, little-endian. The bytes are copied only if the tensor
+    has another layout."""
     data: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 
@@ -128,7 +129,6 @@ def tensor_sha256(tensor: Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
-    """The digest of each tensor, by name."""
     digests = read_each(digest, tensors.values(), num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
     return dict(zip(tensors, digests, strict=True))
 

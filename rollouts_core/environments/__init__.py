@@ -1,5 +1,5 @@
-"""The registry of environments: built-in environments and those of installed packages, by name. `protocol.py` has the
-interface of environments."""
+"""The registry of environments by name: built-in environments, and environments of installed packages. `protocol.py`
+has the interface of environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rollouts_core.plugins import Registry, find_fault_of_callable
 
 
 def make_verifiers_environment(**settings: Any) -> Environment:  # Any: settings of every type
-    """Create a `VerifiersEnvironment`. Its module is also a command, so the package must not import the module."""
+    """Create a `VerifiersEnvironment`. verifiers_tasks.py is also a command (`python -m`), so importing this package
+    must not import it."""
     from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
 
     return VerifiersEnvironment(**settings)
@@ -46,7 +47,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "verifiers": make_verifiers_environment,
 }
 ALL_ENVIRONMENTS = Registry[Callable[[], Environment]]("rollouts.environments", ENVIRONMENTS, find_fault_of_callable)
-"""The built-in environments and those of installed packages."""
+"""The built-in environments, and the environments of installed packages."""
 
 __all__ = [
     "ALL_ENVIRONMENTS",

@@ -28,12 +28,10 @@ class Addition:
 
     @property
     def question(self) -> str:
-        """The text of the prompt."""
         return f"{self.first}+{self.second}=?"
 
     @property
     def answer(self) -> str:
-        """The right answer as text."""
         return str(self.first + self.second)
 
 
@@ -77,7 +75,6 @@ def write_worked_answer(problem: Addition) -> str:
 
 
 def write_blurted_answer(problem: Addition) -> str:
-    """A completion with only the right answer."""
     return f":{problem.answer}"
 
 

@@ -79,8 +79,8 @@ class CalculatorEnvironment:
     def grade(self, sample: Sample) -> float:
         """1 if the number after the last colon, or the marked answer, equals the row's answer; else 0.
 
-        A completion may write the answer as a number, as in the row, or as a reduced fraction. It may not write a sum,
-        because the policy could repeat the sum in its prompt.
+        A completion may write the answer as a number, as in the row, or as a reduced fraction. A completion may not
+        write the answer as a sum, because the policy could repeat the sum in its prompt.
 
         Raises:
             RewardError: the row's answer is not a number.

@@ -76,7 +76,8 @@ class CodeEnvironment:
             return await self._grade_tests(sample, program, tests)
 
     async def _passes_code(self, program: str, tests: str) -> bool:
-        # The mark is printed after the tests. Without it, a program could exit with code 0 before the tests run.
+        # The mark is printed after the tests. Without the mark, a program could pass by exiting with code 0 before the
+        # tests run.
         mark = secrets.token_hex(16)
         async with take_turn(self._slots):
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
@@ -128,7 +129,7 @@ def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
 def _check_python(tests: str) -> None:
     """Raise ValueError for test code that is not valid Python."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # hides warnings about the tests
+        with warnings.catch_warnings(action="ignore"):  # hides Python's warnings about the test code
             compile(f"pass\n{tests}", "tests", "exec", dont_inherit=True)
     except SyntaxError as error:
         line = max(1, (error.lineno or 2) - 1)
@@ -138,7 +139,7 @@ def _check_python(tests: str) -> None:
 
 
 def extract_program(text: str) -> str:
-    """The last fenced code block marked as Python; else the last code block; else the whole text.
+    """The last fenced code block marked as Python. Fallbacks are the last code block, then the whole text.
 
     A block marked as Python is preferred, because a later unmarked block usually has the program's output.
     """
@@ -146,7 +147,7 @@ def extract_program(text: str) -> str:
 
 
 def find_last_block(text: str, languages: Collection[str]) -> str:
-    """The last fenced code block in one of the languages; else the last code block; else the whole text."""
+    """The last fenced code block in one of the languages. Fallbacks are the last code block, then the whole text."""
     blocks = find_blocks(text)
     named = [block for language, block in blocks if language in languages]
     return (named or [block for _, block in blocks] or [text])[-1]

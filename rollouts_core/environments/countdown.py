@@ -1,7 +1,7 @@
 """The game Countdown: write an arithmetic expression that uses each given number once and has the target as its value.
 
 Permitted are + - * / and parentheses. A row has the fields `numbers` and `target`. A completion gives its expression
-between <answer> and </answer>; the last such expression counts.
+between <answer> and </answer>. If it gives several expressions, the last one counts.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class GradingLimit:
     """A time limit for grading one completion, with a counter of completions that exceeded it.
 
     Args:
-        seconds: time limit. It should be far longer than normal completions need.
+        seconds: time limit, which should be far longer than normal completions need.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -136,7 +136,7 @@ def _check_references(schema: Any) -> None:  # Any: JSON
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """Parse JSON in a text: its last fenced block marked as JSON; else its last fenced block; else the whole text.
+    """Parse the last fenced block marked as JSON in a text. Fallbacks are the last fenced block, then the whole text.
 
     Raises:
         ValueError: the text is not JSON.
@@ -145,7 +145,7 @@ def parse_json(text: str) -> Any:  # Any: JSON
 
 
 def _equals(found: Any, expected: Any) -> bool:  # Any: JSON
-    """True if two JSON values are equal. 1 equals 1.0. Unlike in Python, 1 does not equal true."""
+    """True if two JSON values are equal. 1 equals 1.0. The number 1 does not equal true, although it does in Python."""
     return bool(Draft202012Validator({"const": expected}).is_valid(found))
 
 

@@ -34,7 +34,6 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$|^\*\*|\*\*(?=\.?$)")
 """Matches parts to remove before a comparison: spaces, `$`, `%`, a final full stop, and `**` around the answer."""
 MINUS = "−"
-"""Unicode's minus sign."""
 
 
 class MathEnvironment:
@@ -80,7 +79,7 @@ class MathVerifyEnvironment:
                 'the environment "math", which compares answers as text or as numbers'
             ) from error
         self._parse, self._verify = parse, verify
-        # Both modules warn that their callers must limit the time. `grading_limit` does this.
+        # math_verify warns that its callers must limit the time. `grading_limit` does this.
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).addFilter(_is_no_advice)
         self.grading_limit = GradingLimit(TIMEOUT_S)
@@ -102,8 +101,8 @@ class MathVerifyEnvironment:
         return self.grading_limit.call(sample, self._compare, expected, found)
 
     def _compare(self, expected: str, found: str) -> float:
-        # math-verify's own time limits are disabled. Their signal has no effect inside a finalizer, and setting them
-        # cancels the timer of the enclosing time limit.
+        # math-verify's own time limits are disabled. The signal of these limits has no effect inside a finalizer, and
+        # setting such a limit cancels the timer of the enclosing time limit.
         gold, guess = (self._parse(f"${text.strip().strip('$')}$", parsing_timeout=None) for text in (expected, found))
         return float(self._verify(gold, guess, timeout_seconds=None))
 
@@ -131,7 +130,7 @@ def final_answer(text: str) -> str | None:
 def marked_answer(text: str) -> str | None:
     r"""The last answer in `\boxed{}`, or the last number after `####`, as written; None without an answer.
 
-    Text after `####` that is not a number may be a heading. It counts only if there is no other answer.
+    Text after `####` that is not a number may be a heading. Such text counts only if there is no other answer.
     """
     lines = list(HASHES.finditer(text))
     numbers = [(line.start(), line[1]) for line in lines if _read_number(line[1]) is not None]

@@ -1,7 +1,7 @@
 """Find a cgroup in which this process can create cgroups with a memory limit, one for each program in a sandbox.
 
 Linux permits this in two cases: the process runs as root outside of containers, or a service manager has delegated a
-cgroup to its user. systemd does so in graphical sessions, and for services with `Delegate=yes`.
+cgroup to its user. systemd delegates cgroups in graphical sessions, and for services with `Delegate=yes`.
 """
 
 from __future__ import annotations

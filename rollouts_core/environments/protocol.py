@@ -9,8 +9,8 @@ A single-turn environment has only the method `grade`. A multi-turn environment 
 One environment object serves all conversations of a run concurrently, so it keeps the data of a conversation in
 `Conversation.state`.
 
-Mistakes of the policy are reported as an `Outcome`, with a message that the policy reads before its next turn. All
-other failures are raised as `EnvironmentUnavailableError`. They do not affect the policy's reward.
+Mistakes of the policy are reported as an `Outcome`, with a message that the policy reads before its next turn. Failures
+that the policy did not cause are raised as `EnvironmentUnavailableError`, and do not affect its reward.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Tool:
     description: str
     """What the tool does, as text for the policy."""
     parameters: dict[str, Any]  # Any: JSON
-    """JSON Schema of the arguments. Its type must be an object."""
+    """JSON Schema of the arguments, with the type "object"."""
     function: Callable[..., Any]  # Any: text, another JSON value, or a coroutine of one
-    """The function that the tool calls, with arguments by name. It returns text or a JSON value for the policy. It
-    raises `ToolError` if it cannot do what the policy requested."""
+    """The function that the tool calls, with arguments by name. The function returns text or a JSON value for the
+    policy, or raises `ToolError` if it cannot do what the policy requested."""
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """The description of the tool in the form that chat templates expect."""
@@ -76,7 +76,8 @@ class Conversation:
     """A running conversation between policy and environment; the argument of `respond`."""
 
     sample: Sample
-    """The unfinished sample, with the prompt. Its metadata has the answer and the other fields of the prompt's row."""
+    """The unfinished sample, with the prompt. The sample's metadata has the answer and the other fields of the prompt's
+    row."""
     messages: list[Message]
     """All messages so far, from the prompt to the policy's latest turn. Do not modify the list."""
     num_turns: int = 0

@@ -1,11 +1,11 @@
 """Run an untrusted Python program in a sandbox, without network and with limits on every resource.
 
-The program runs in separate Linux namespaces. It has no privileges and no network, and it sees no other processes. It
+The program runs in separate Linux namespaces, without privileges or network, and sees no other processes. The program
 can read the folders of the interpreter, and write to a small temporary folder that is deleted at the end. Memory, CPU
 time, processes, open files and output are limited. System calls are refused if they could exceed these limits or use
 rarely used parts of the kernel. At the time limit, all processes of the program are killed.
 
-This protects the machine from the programs that a policy tries, but not from attacks on the Linux kernel itself.
+The sandbox protects the machine from the programs that a policy tries, but not from attacks on the Linux kernel itself.
 The child process that isolates itself: `sandbox_child.py`.
 """
 
@@ -51,7 +51,8 @@ BEGIN_TIMEOUT_S = 120.0
 DEFAULT_SOCKET_KB = 208
 """Assumed limit of kernel memory per socket, kB, if the kernel does not report its limit."""
 END_TIMEOUT_S = 5.0
-"""Time limit for ending all processes of a program, seconds. After it, the process that watches them is killed."""
+"""Time limit for ending all processes of a program, seconds. After this time, the process that watches the program is
+killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class SandboxResult:
 
 
 async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a Python program in a sandbox. Its time limit begins when the program starts, not when the sandbox starts.
+    """Run a Python program in a sandbox. The time limit of the program begins when the program starts, not when the
+    sandbox starts.
 
     Raises:
         EnvironmentUnavailableError: the machine could not start the sandbox, or killed the program.
@@ -151,7 +153,8 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
-    """Start the process that watches a program. Also returns a descriptor to read problems of the start from."""
+    """Start the process that watches a program. Also returns a file descriptor, from which errors of the start can be
+    read."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise RewardError(
             "this process ignores SIGCHLD (inherited from its parent), so it would not notice the end of a program: "

@@ -65,10 +65,11 @@ DEVICES = ("null", "urandom", "random", "full")
 CHECK_S = 0.05
 """Seconds between two checks of a program's memory and CPU time."""
 CPU_GRACE_S = 1.0
-"""Extra seconds before the watcher acts on other processes than the first. Normally the kernel ends them earlier."""
+"""Extra CPU time before the watcher acts on processes besides [1], seconds. Normally the kernel ends these processes
+earlier."""
 CPU_LIMIT_SHARE = 0.5
-"""Share of the machine's own limit of CPU time. A program that was killed below this share was killed for another
-reason, because the kernel's two measures of CPU time differ by less than half."""
+"""Share of the machine's own limit of CPU time. If a program was killed before it used this share, that limit was not
+the reason. The share allows for the kernel's two measures of CPU time, which differ by less than half."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PIPE_KB, MAPPING_KB = 64, 0.5
 """Highest kernel memory of a pipe and of a memory mapping, kB."""
@@ -81,8 +82,8 @@ NUM_SIGNALS = 128
 MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
 """Matches lines of /proc/PID/status with the memory of a process: resident, swapped out, and page tables."""
 BEGUN = b"+"
-"""Mark in the stream of errors at the start. It is sent just before the program is executed. If the mark is missing, or
-an error follows, the program did not start."""
+"""Mark in the stream of errors at the start. The child process sends this mark just before it executes the program. If
+the mark is missing, or an error follows, the program did not start."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,7 +95,6 @@ def check(result: int, what: str) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(libc.mount(*arguments), f"mount {target}")
 
@@ -152,7 +152,7 @@ def make_read_only(folder: str) -> None:
         return
     if ctypes.get_errno() != errno.ENOSYS:
         raise OSError(ctypes.get_errno(), f"mount_setattr {folder}: {os.strerror(ctypes.get_errno())}")
-    for place, options in list_mounts(folder):  # Linux before 5.12
+    for place, options in list_mounts(folder):  # fallback for Linux before 5.12
         locked = sum(flag for name, flag in LOCKED_FLAGS.items() if name in options)
         access_time = MS_RELATIME * ("relatime" in options)
         flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | locked | access_time
@@ -225,9 +225,10 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
-    """Lower a limit of this process. With `is_hard` it cannot be raised again. A limit that is already lower stays."""
+    """Lower a limit of this process. With `is_hard` the limit cannot be raised again. A limit that is already lower
+    stays unchanged."""
     _, hard = resource.getrlimit(kind)
-    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # hard limits cannot rise
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # a hard limit cannot be raised
     resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
@@ -309,7 +310,7 @@ class MemoryGroup:
         return found is not None and int(found[1]) > 0
 
     def remove(self) -> None:
-        """Remove the cgroup. It must have no processes."""
+        """Remove the cgroup, which must have no processes."""
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self._parent)
 
@@ -348,7 +349,6 @@ def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None
 
 
 def kill_program(child: int) -> None:
-    """Kill the program and all its processes."""
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)  # returns when the whole namespace is gone
 
@@ -415,7 +415,6 @@ def read_cpu_s(pid: str) -> float:
 
 
 def read_links(folder: str) -> list[str]:
-    """The targets of all symbolic links in a folder."""
     targets = []
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # the process closed the file meanwhile
@@ -440,7 +439,6 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file. An existing file is overwritten."""
     with open(path, "wb") as file:
         file.write(content)
 

@@ -67,8 +67,8 @@ CHECKED: dict[str, dict[str, int]] = {
 FIRST_UNKNOWN = 463
 """System calls from this number on are refused: they are newer than Linux 6.10, or belong to the x32 ABI on x86_64."""
 RLIMIT_STACK = 3
-"""The size limit of the stack. It is the only limit that a program may change, because deeply recursive programs need a
-larger stack. The limit of the address space also limits the stack."""
+"""The size limit of the stack. A program may change no other limit. Deeply recursive programs need a larger stack. The
+limit of the address space also limits the stack."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETPIPE_SZ, F_OFD_SETLK, F_OFD_SETLKW = 1031, 37, 38
@@ -100,16 +100,16 @@ RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
     # Anonymous shared memory stays allocated after a part is unmapped, and then counts for no process.
     ("mmap", (Condition(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),), errno.EPERM),
     ("mmap", (Condition(3, MAP_HUGETLB, MAP_HUGETLB),), errno.EPERM),
-    # Sockets of these families cannot leave the sandbox's empty network. Others can: AF_VSOCK connects a virtual
-    # machine with its host.
+    # Sockets of these families cannot leave the sandbox's empty network. Sockets of other families can: AF_VSOCK
+    # connects a virtual machine with its host.
     ("socket", tuple(Condition(0, family, is_equal=False) for family in (AF_UNIX, AF_INET, AF_INET6)), errno.EPERM),
     ("socketpair", (Condition(0, AF_UNIX, is_equal=False),), errno.EPERM),
     ("fcntl", (Condition(1, F_SETPIPE_SZ),), errno.EPERM),
     # Open file description (OFD) locks belong to no process, so the locks of a sandbox could not be counted.
     ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
     ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
-    # These calls succeed without an effect, because harmless programs use them too. If they took effect, a program that
-    # the kernel kills at a limit that it lowered itself would look like a program that the machine killed.
+    # These calls succeed without an effect, because harmless programs use them too. With an effect, a program could
+    # lower a limit, be killed by the kernel at this limit, and look like a program that the machine killed.
     ("prctl", (Condition(0, PR_SET_PDEATHSIG),), 0),
     ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # non-dumpable processes hide their open files
     ("setrlimit", (Condition(0, RLIMIT_STACK, is_equal=False),), 0),
@@ -151,8 +151,8 @@ def _return_if(test: Instruction, error: int) -> list[Instruction]:
 
 
 def _render_rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Instruction]:
-    """The instructions of a rule. They are built from last to first, because a false condition skips all following
-    instructions of the rule."""
+    """The instructions of a rule. The instructions are built from last to first, because a false condition skips all
+    following instructions of the rule."""
     steps = [(RETURN, 0, 0, FAIL_WITH | error)]
     for condition in reversed(conditions):
         rest = len(steps)

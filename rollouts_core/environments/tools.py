@@ -38,8 +38,8 @@ _dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
 
 @contextmanager
 def reading_calls_in(dialect: Dialect) -> Iterator[None]:
-    """Parse tool calls in this format inside the `with` block. A context variable passes it to environments, whose
-    methods have no such argument."""
+    """Parse tool calls in this format inside the `with` block. A context variable passes the format to environments,
+    because their methods have no argument for the format."""
     before = _dialect.set(dialect)
     try:
         yield
@@ -50,8 +50,8 @@ def reading_calls_in(dialect: Dialect) -> Iterator[None]:
 async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: float = TOOL_TIMEOUT_S) -> Reply:
     """Run the tool calls in `text`; returns a reply with one message per call, in order.
 
-    During a rollout, calls have the format of the policy's chat template. Elsewhere they are JSON between `<tool_call>`
-    and `</tool_call>`.
+    During a rollout, calls have the format of the policy's chat template. Outside of rollouts, calls are JSON between
+    `<tool_call>` and `</tool_call>`.
 
     Args:
         timeout_s: time limit of each tool call. After this total time, the remaining calls of the turn are not run,
@@ -155,7 +155,7 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
     """Why the arguments of a tool call are invalid, with the place, as a text for the policy; "" if they are valid.
 
     A schema permits unknown arguments unless it sets `additionalProperties`, and missing arguments unless it sets
-    `required`. Many schemas set neither, so the signature of the tool's function is checked too.
+    `required`. Many schemas lack both keywords, so the signature of the tool's function is checked too.
     """
     try:
         with interrupt_after_computing(MAX_CHECK_S):

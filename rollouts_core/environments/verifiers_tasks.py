@@ -51,7 +51,8 @@ class VerifiersEnvironment:
         self._tasksets = tasksets
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
-        """Raise ValueError for a row whose taskset is not in the settings. Such a taskset must not be imported."""
+        """Raise ValueError for a row whose taskset is not in the settings, because only tasksets in the settings are
+        imported."""
         if row["taskset"] not in self._tasksets:
             raise ValueError(f"`taskset` is {row['taskset']!r}, but rollout.tasksets does not list it")
 
@@ -124,7 +125,8 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
 
     Args:
         trace: a trace that was recorded through verifiers' train client, which stores tokens.
-        pending: the unfinished sample that the agent answers. Its prompt, position and metadata are kept.
+        pending: the unfinished sample that the agent answers. The results copy the prompt, position and metadata of
+            this sample.
 
     Raises:
         EnvironmentUnavailableError: the agent failed before its trace was graded.
@@ -153,7 +155,8 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
 
 
 def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifiers' traces and branches
-    """Return the trainable branches of a trace with their loss masks. Shared nodes count only in their first branch."""
+    """Return the trainable branches of a trace with their loss masks. A node that several branches share counts only in
+    the first of these branches."""
     masked = []
     trained: set[int] = set()
     for branch in trace.branches:

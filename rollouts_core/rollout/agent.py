@@ -107,7 +107,8 @@ def _check_interleaved(trajectory: Trajectory, pending: Sample) -> None:
 
 
 def _fill_in_tokens(sample: Sample, turns: Sequence[AgentTurn]) -> Sample:
-    """Fill in tokens, masks, log-probs and versions of the turns. Each turn's input must begin with the turn before."""
+    """Return the sample with the tokens, masks, log-probs and versions of the turns. Each turn's input must begin with
+    the tokens of the previous turns."""
     tokens: list[int] = []
     loss_mask: list[float] = []
     log_probs: list[float] = []
@@ -136,6 +137,7 @@ def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]
 
 
 def _version_number(version: str) -> int:
-    """The number after the last dash of an engine's weight version; -1 for the version with which a server starts."""
+    """The number after the last dash of an engine's weight version; -1 if the version has no number, as at a server's
+    start."""
     number = version.rpartition("-")[2]
     return int(number) if number.isdigit() else -1

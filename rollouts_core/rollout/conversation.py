@@ -5,9 +5,9 @@
                                   +--- tokens of the completion --+                               |
                                   +--- tokenize_reply <-------------------------------------------+
 
-If a budget is exhausted, the conversation ends as TRUNCATED with the budget's name as finish reason. The time budget
-counts only the environment's time, because an engine may be busy, restarting or loading weights. If the chat template
-omits a reply from the policy's input, the conversation ends as INVALID.
+If the conversation exhausts its budget of tokens, turns or time, it ends as TRUNCATED. The finish reason is the name of
+the exhausted setting. The time budget counts only the environment's time, because an engine may be busy, restarting or
+loading weights. If the chat template omits a reply from the policy's input, the conversation ends as INVALID.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def policy_dialect(
     """The format in which the policy writes calls of the environment's tools.
 
     Raises:
-        DataError: the format is not known for this chat template, although the environment has tools or the settings
-            name a response template.
+        DataError: no known format fits the chat template. Raised only if the environment has tools or the settings name
+            a response template.
     """
     try:
         return find_dialect(tokenizer, config.multi_turn.response_template)

@@ -33,7 +33,7 @@ class GroupFinisher:
 
     Args:
         filter_fn: returns whether to train on a group, as a bool or a `FilterDecision`. None keeps all groups.
-        num_tokens: a sample with a sampled token id of at least this number is invalid.
+        num_tokens: a sample is invalid if the policy sampled a token id of at least this number.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GroupFinisher:
     async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
         """Generate the completions of a group. Interrupted completions are continued from their tokens."""
         if all(sample.status not in UNFINISHED for sample in group):
-            return group  # the group is generated already: an earlier call was cancelled while grading it
+            return group  # an earlier call generated the group, and was cancelled while grading it
 
         async def generate(group: Group) -> Group:
             return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]
@@ -111,7 +111,8 @@ def dropped_for_outage(group: Group, reason: str) -> FinishedGroup:
 
 
 def _claim_version(sample: Sample, version: int | None) -> Sample:
-    """If a sample has no weight versions, tag its sampled tokens with `version`. The actual version may be newer."""
+    """If a sample has no weight versions, tag its sampled tokens with `version`. Newer weights may have sampled
+    them."""
     if version is None or sample.policy_versions or not any(sample.loss_mask):
         return sample  # a request interrupted before its first token has no sampled token to tag
     first = next(place for place, weight in enumerate(sample.loss_mask) if weight)

@@ -48,7 +48,7 @@ UNFINISHED = (Status.PENDING, Status.ABORTED)
 AT_LIMIT = "length"
 """Finish reason of engines for a completion that reached its token limit."""
 MAX_INTERRUPTIONS = 1000
-"""Highest number of engine requests for one completion that keeps being interrupted."""
+"""Number of interruptions of one completion after which generation fails."""
 
 
 def create_engine_generate_fn(
@@ -89,7 +89,7 @@ class CompletionGenerator:
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
         limit = len(prompt_tokens) + self.config.sampling.max_new_tokens
-        # A run resumed with a lower limit can have samples that already exceed the limit.
+        # If a resumed run has a lower max_new_tokens, a sample may already have more tokens than the new limit.
         finished = {
             sample.index: replace(sample, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
             for sample in group
@@ -122,7 +122,8 @@ class CompletionGenerator:
         ]
 
     async def break_off(self) -> None:
-        """Interrupt running requests; their samples keep the tokens so far. New requests wait until `go_on`."""
+        """Interrupt running requests, whose samples keep the tokens generated so far. New requests wait until
+        `go_on`."""
         await _break_off(self.engines)
 
     def go_on(self) -> None:
@@ -195,8 +196,8 @@ class ConversationGenerator:
         return self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Restore logged turns. A conversation repeats its turns as long as the environment's replies are the same as
-        before."""
+        """Restore logged turns. A conversation reuses its logged turns as long as the environment repeats the logged
+        replies."""
         self._log.load_state_dict(state)
 
     async def _converse(self, pending: Sample) -> list[Sample]:
@@ -206,7 +207,8 @@ class ConversationGenerator:
 
     async def _hold(self, pending: Sample) -> Trajectory:
         log = self._log.begin(pending)
-        # All conversations of a group use one engine, whose prefix cache has their common beginning.
+        # All conversations of a group use the same engine, because its prefix cache then has the prompt that they
+        # share.
         engine = self.engines[pending.group_index % len(self.engines)]
 
         async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
@@ -293,7 +295,7 @@ async def complete_request(
     """Generate the whole completion of a request. After an interruption, the completion is continued from its tokens.
 
     Args:
-        begun: the completion so far. A whole completion is returned unchanged.
+        begun: completion to continue. A whole completion is returned unchanged.
         note: called with the completion after each engine request.
 
     Raises:
@@ -386,7 +388,7 @@ def check_prompt_lengths(
     """Check the length of all prompts. Returns the number of tokens of the longest prompt, including tool descriptions.
 
     Args:
-        tools: JSON schemas of the tools that each prompt describes.
+        tools: JSON schemas of the tools that the chat template adds to each prompt.
         bad: collects the errors of bad rows. None raises the first error.
 
     Raises:
@@ -401,7 +403,7 @@ def check_prompt_lengths(
         except DataError as error:
             refused[prompt.row] = error
     if not texts and len({str(error) for error in refused.values()}) == 1 < len(prompts):
-        # the same error for every row means that the chat template is wrong, not the rows
+        # if every row has the same error, the chat template is wrong and not the rows
         raise next(iter(refused.values()))
     with noted_rows(source, bad) as noted:
         for row, refusal in refused.items():
@@ -417,6 +419,6 @@ def check_prompt_lengths(
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """Seed below 2**31 for one turn of a sample. It depends only on the arguments, so timing does not change
+    """Seed below 2**31 for one turn of a sample. The seed depends only on the arguments, so timing does not change
     samples."""
     return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

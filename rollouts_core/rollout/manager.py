@@ -12,9 +12,9 @@ live groups (running or ready):
 
     max_staleness 0    One batch is generated while the trainer waits, and nothing while it trains. A batch takes the
                        groups that finish first. The unfinished groups are cancelled and start the next batch: from
-                       their prompts or, with max_partial_staleness, from the tokens generated so far. If this or a
-                       filter makes the batch depend on timing, the batch's metadata records the order of the groups.
-                       A manager that replays this order makes the same batch again.
+                       their prompts or, with max_partial_staleness, from the tokens generated so far. If over-sampling
+                       or a filter makes the batch depend on timing, the batch's metadata records the order of the
+                       groups. A manager that replays this order makes the same batch again.
     max_staleness S    S batches are generated while the trainer trains, and one more while it waits. A batch takes the
                        oldest live groups, so timing decides nothing unless a filter drops groups. A group is at most S
                        weight publications old when it is trained on.
@@ -77,10 +77,9 @@ STALE = "stale"
 
 @dataclass(slots=True)
 class _Tally:
-    """Counters since the last batch was taken."""
+    """Counters for the metadata of the next batch. Each batch starts with new counters."""
 
     num_asked: int = 0
-    """Number of requested groups."""
     drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups by reason."""
     completed: list[int] = field(default_factory=list)
@@ -99,9 +98,9 @@ class AsyncRolloutManager:
     Use it with `async with`. On exit, running groups are cancelled and moved to `partial_samples`.
 
     Args:
-        generate_fn: default: the function that `config` names.
-        reward_fn: default: the reward that `config` names.
-        num_tokens: a sample with a sampled token id of at least this number is invalid.
+        generate_fn: generates completions; default: the function that `config` names.
+        reward_fn: grades completions; default: the reward that `config` names.
+        num_tokens: a sample is invalid if the policy sampled a token id of at least this number.
 
     Raises:
         ConfigError: a function named in the configuration does not exist.
@@ -172,9 +171,9 @@ class AsyncRolloutManager:
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """Return the next `config.batch_size` groups that pass the filter, ordered by group index.
 
-        A call implies that the trainer finished the previous batch and published its weights, if a publication was due.
-        A call that is cancelled or raises an error loses nothing: the next call continues with the same groups and
-        returns the same batch. Concurrent calls run one after another.
+        The trainer must call this only after it has trained on the previous batch, and published its weights if a
+        publication was due. A call that is cancelled or raises an error loses nothing: the next call continues with the
+        same groups and returns the same batch. Concurrent calls run one after another.
 
         Args:
             reward_fn: grades the groups of this call; default: the manager's reward.
@@ -207,7 +206,7 @@ class AsyncRolloutManager:
             return self._take_batch(indices)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
-        """Yield batches without end."""
+        """Yield batches of `generate_batch` without end."""
         while True:
             yield await self.generate_batch(reward_fn)
 
@@ -216,7 +215,7 @@ class AsyncRolloutManager:
         self.published.add(version)
 
     def take_idle_s(self) -> float:
-        """Seconds since the previous call of this method during which no group was running. Generation waited for the
+        """Seconds since the previous call of this method in which no group ran, because generation waited for the
         trainer."""
         now = perf_counter()
         idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
@@ -227,7 +226,7 @@ class AsyncRolloutManager:
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """Live groups as JSON values: unfinished groups with their tokens so far, and finished groups for the next
         batch."""
-        # With generation ahead, batches take groups by index, so the order of finishing does not matter.
+        # With max_staleness above 0, batches take groups by index, so the order in which groups finish does not matter.
         order = sorted if self.config.max_staleness else list
         under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
         return {
@@ -276,7 +275,7 @@ class AsyncRolloutManager:
         self._tasks.cancel_scope.cancel()
         try:
             await self._running.aclose()
-        finally:  # runs also if this task was cancelled; the last group task has ended here
+        finally:  # runs even if this task was cancelled; all group tasks have ended here
             self._tasks = None
             self._order.forget(self._begun)
             self._begun.clear()
@@ -297,7 +296,7 @@ class AsyncRolloutManager:
         ahead = self.config.batch_size * self.config.max_staleness
         self._num_wanted = ahead + self.config.batch_size
         self._ask_for_groups()
-        self._look_at_finished()  # also considers groups that finished between the last failure and this call
+        self._look_at_finished()  # also keeps or drops groups that finished after the last call failed
         # lets group tasks start their requests before the trainer continues, even if a batch is ready
         await anyio.lowlevel.checkpoint()
         while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
@@ -312,7 +311,7 @@ class AsyncRolloutManager:
         return indices
 
     def _next_batch(self) -> list[int] | None:
-        """Indices of the next batch's groups; None until all of them are ready."""
+        """Indices of the next batch's groups; None until all groups of this batch are ready."""
         alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
         chosen = alive[: self.config.batch_size]
         is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
@@ -398,8 +397,8 @@ class AsyncRolloutManager:
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
     def _take_given_up(self, num_wanted: int) -> list[Group]:
-        """Remove and return the cancelled groups that the buffer filter selects; without a buffer filter, all of
-        them."""
+        """Remove the cancelled groups that the buffer filter selects, and return them. Without a buffer filter, all
+        cancelled groups are selected."""
         given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
         chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
         taken = {group[0].group_index for group in chosen}
@@ -421,7 +420,7 @@ class AsyncRolloutManager:
             ) from error
 
     def _renewed_if_stale(self, group: Group) -> Group:
-        """Return the cancelled group; if its tokens are too old to train on, return it without tokens."""
+        """Return the cancelled group, without its tokens if they are too old to train on."""
         versions = self._versions.versions_of(group) if self._versions else ()
         ages = [self.published.oldest(group), *map(self.published.staleness_of, versions)]
         if max(ages) <= self.config.max_token_age:
@@ -454,7 +453,7 @@ class AsyncRolloutManager:
         return self.published.versions[-1] if self.published.versions else None
 
     def _look_at_finished(self) -> None:
-        """Keep or drop finished groups, in the order of the schedule if there is one, until the next batch is full."""
+        """Keep or drop finished groups until the next batch is full. A replayed schedule decides their order."""
         while self._failure is None and self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
             finished = self._order.next_finished(self._under_way)
             if finished is None:
@@ -505,7 +504,7 @@ class AsyncRolloutManager:
     def _note_outage(self, finished: FinishedGroup) -> RolloutsError | None:
         """The error that ends the run if too many recent groups were unavailable; None otherwise."""
         if finished.index in self._order.unavailable:
-            return None  # an outage of the recorded run dropped this group; it says nothing about the present
+            return None  # the replayed schedule drops this group, even if its environment is available now
         return self._outage.note_group(finished.unavailable)
 
     async def _end_pause(self, pause_s: float) -> None:

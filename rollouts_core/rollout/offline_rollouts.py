@@ -26,11 +26,11 @@ STEP_FILES = "step_*.jsonl"
 
 
 class OfflineRollouts:
-    """Returns the recorded steps of a folder as batches. It has the methods of `AsyncRolloutManager`.
+    """Returns the recorded steps of a folder as batches. The class has the methods of `AsyncRolloutManager`.
 
     Args:
         folder: the folder `samples` of an RL stage.
-        num_tokens: a sample with a sampled token id of at least this number is invalid.
+        num_tokens: a sample is invalid if the policy sampled a token id of at least this number.
 
     Raises:
         DataError: the folder has no recorded step.
@@ -61,7 +61,7 @@ class OfflineRollouts:
         """Do nothing: recorded rollouts do not age."""
 
     def take_idle_s(self) -> float:
-        """Always 0: no generation has to wait."""
+        """Always 0, because no completions are generated."""
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
@@ -69,7 +69,7 @@ class OfflineRollouts:
         return {"num_taken": self._num_taken}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
-        """Restore the number of steps taken. Recorded rewards stay, also with `is_regraded`."""
+        """Restore the number of steps taken. `is_regraded` is ignored, because recorded rewards never change."""
         self._num_taken = state["num_taken"]
 
     def replay(self, schedules: Sequence[Schedule]) -> None:

@@ -40,8 +40,8 @@ class OutageWatch:
         self._next_pause_s = FIRST_PAUSE_S
         """Length of the next pause, seconds. Doubles with each pause; reset when a group succeeds."""
         self._paused_s = 0.0
-        """Total length of the pauses in the current outage, seconds. The outage ends when few enough of the last groups
-        failed."""
+        """Total length of the pauses in the current outage, seconds. Reset to 0 when the share of unavailable groups
+        among the last `FAILURE_WINDOW` groups is permitted again."""
 
     @property
     def _num_allowed(self) -> float:
@@ -50,7 +50,8 @@ class OutageWatch:
     def begin_pause(self, problem: str) -> float:
         """Seconds to pause before requesting an unavailable group again; 0 if the group should be dropped instead.
 
-        The group is dropped if too few groups failed for an outage, or if the permitted pauses are used up.
+        The group should be dropped if too few recent groups were unavailable for an outage, or if no pause is permitted
+        any more.
 
         Args:
             problem: the error about the unavailable environment or reward.
@@ -71,7 +72,7 @@ class OutageWatch:
         return pause_s
 
     def end_pause(self, pause_s: float) -> None:
-        """Add the length of a pause that has ended."""
+        """Add a pause that has ended to the total length of the pauses."""
         self._paused_s += pause_s
 
     def note_group(self, problem: str) -> EnvironmentOutageError | None:

@@ -26,13 +26,13 @@ NO_GRADER = (
 )
 
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
-"""Generates the completions of a group: takes the group's pending samples (and keywords of the caller) and returns them
-finished, in the same order.
+"""Generates the completions of a group: takes the group's pending samples (and keyword arguments from the caller), and
+returns the finished samples in the same order.
 
 A trajectory may be returned as several samples, one per turn (`Sample.turn`). If the function returns samples with
-`Status.ABORTED`, it is called again with the group, to continue from the samples' tokens. Optional protocols:
-`Resumable` saves the function's state in checkpoints. `Interruptible` returns partial completions on request.
-`ReportsVersions` reports the weight versions of tokens that the function keeps itself."""
+`Status.ABORTED`, it is called again with these samples, to continue from their tokens. Optional protocols: `Resumable`
+saves the function's state in checkpoints. `Interruptible` returns partial completions on request. `ReportsVersions`
+reports the weight versions of tokens that the function keeps itself."""
 
 
 @runtime_checkable
@@ -55,8 +55,8 @@ class Interruptible(Protocol):
     async def break_off(self) -> None:
         """Stop generating without losing tokens. New calls wait until `go_on`.
 
-        A running call may return its samples as `Status.ABORTED` with their tokens. Otherwise the manager cancels the
-        call, and the function keeps the tokens for the next request of the same samples.
+        A running call may return its samples as `Status.ABORTED` with their tokens. The manager cancels a call that
+        keeps running. The function then keeps the tokens for the next request of these samples.
         """
         ...
 
@@ -90,7 +90,7 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
 
 
 class NoEnvironment:
-    """Environment of a run without `rollout.environment`. It has no replies and no tools, and grading raises an
+    """Environment of a run without `rollout.environment`. The class has no replies and no tools, and grading raises an
     error."""
 
     def grade(self, sample: Sample) -> float:
@@ -99,8 +99,8 @@ class NoEnvironment:
 
 
 def resolve_environment(config: RolloutConfig) -> Environment:
-    """Create the environment that `rollout.environment` names. An object is returned unchanged; "" gives
-    `NoEnvironment`.
+    """Create the environment that `rollout.environment` names. If the setting is an environment object, return it
+    unchanged. If the setting is "", return a `NoEnvironment`.
 
     Raises:
         ConfigError: the name is unknown, is not an environment, or cannot be created.
@@ -120,7 +120,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
             return environment
     except TypeError as error:
         problem = first_line(error)
-    except RolloutsError:  # its message needs no addition
+    except RolloutsError:  # its message already says what is wrong with the setting
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"rollout.environment: {name} cannot be created: it {describe_raised(error)}") from error
@@ -148,7 +148,7 @@ def _check_tools(environment: Environment, name: str) -> None:
 
 def _check_row_fields(environment: Environment, name: str) -> None:
     fields = getattr(environment, "row_fields", ())
-    # a string would count as one field per letter; often a comma is missing, as in ("answer")
+    # Iterating over a string would give one field per letter. Often the comma of a tuple is missing, as in ("answer").
     if isinstance(fields, str):
         raise ConfigError(
             f"rollout.environment: {name} has the string {fields!r} as row_fields: expected a sequence of names, for "
@@ -187,7 +187,8 @@ def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
 
 
 def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
-    """The function that extracts the final answer of a completion for majority votes; None if no reward has one.
+    """The function that extracts the final answer of a completion for majority votes; None if no reward has such a
+    function.
 
     The first reward with such a function decides: a built-in reward's vote, or the environment's method `vote`.
     """
@@ -202,7 +203,7 @@ def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The group filter: `rollout.filter_fn`, or all of `rollout.filters` combined; None if neither is set."""
+    """The group filter: `rollout.filter_fn`, or all of `rollout.filters` combined; None if both settings are empty."""
     if config.filters:
         return compose_filters(*map(resolve_filter, config.filters))
     if config.filter_fn == "":
@@ -227,7 +228,8 @@ def resolve_filter(config: FilterConfig) -> FilterFn:
 
 
 def resolve_buffer_filter_fn(config: RolloutConfig) -> BufferFilterFn | None:
-    """The function `rollout.buffer_filter_fn`, which selects cancelled groups to request again; None if it is empty."""
+    """The function that `rollout.buffer_filter_fn` names, which selects cancelled groups to request again; None if the
+    setting is empty."""
     if config.buffer_filter_fn == "":
         return None
     return resolve_function(config.buffer_filter_fn, {}, setting="rollout.buffer_filter_fn")

@@ -24,7 +24,8 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
     """Build a batch from graded samples. A sample without a reward gets the reward NaN.
 
     Args:
-        metadata: JSON values to add to the batch's metadata, which has the number of samples of each status.
+        metadata: JSON values to add to the batch's metadata. The metadata always has the number of samples of each
+            status.
     """
     columns = extract_sample_fields(samples)
     return RolloutBatch(

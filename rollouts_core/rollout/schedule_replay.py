@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule(NamedTuple):
-    """Decisions of timing and outages about the groups of one batch. A replay of the schedule gives the same batch."""
+    """The order in which the groups of one batch finished, and the groups lost to outages. A replay gives the same
+    batch."""
 
     completed: Sequence[int]
     """Group indices in the order in which the groups were kept or dropped."""
@@ -41,8 +42,8 @@ class FinishedGroup:
 
 
 class ScheduleReplay:
-    """Returns finished groups in the order of a recorded schedule. Without a schedule: in the order in which they
-    finished."""
+    """Returns finished groups in the order of a recorded schedule. Without a schedule, groups are returned in the order
+    in which they finished."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self.unavailable = frozenset(schedule.unavailable if schedule else ())
@@ -57,7 +58,7 @@ class ScheduleReplay:
         self._early[finished.index] = finished
 
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
-        """The next group to keep or drop; None if it has not finished yet.
+        """The next group to keep or drop; None if this group has not finished yet.
 
         Returns the same group until `consume` or `forget` removes it. If the schedule's next group was not
         requested, the rest of the schedule is ignored with a warning.
@@ -84,6 +85,7 @@ class ScheduleReplay:
             self._expected.popleft()
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Discard results of groups that were neither kept nor dropped, because these groups are generated again."""
+        """Discard results of groups that were neither kept nor dropped, because the manager generates these groups
+        again."""
         for index in indices:
             self._early.pop(index, None)

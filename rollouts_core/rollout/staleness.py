@@ -15,7 +15,7 @@ from rollouts_core.types import Sample
 class PublishedVersions:
     """The most recently published weight versions, oldest first.
 
-    Staleness counts publications, not training steps: a step can publish nothing, or make several updates.
+    Staleness counts publications, not training steps, because not every step publishes weights.
 
     Args:
         num_kept: number of versions to remember. All older versions count as `num_kept` publications old.
@@ -42,7 +42,7 @@ class PublishedVersions:
     def describe(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Mean and maximum staleness of the sampled tokens, and the share of tokens older than the current version.
 
-        Empty if no token has a version.
+        Returns an empty dict if no token has a version.
         """
         spans = [span for sample in samples for span in sample.policy_versions]
         num_tokens = sum(span.end - span.start for span in spans)

@@ -63,7 +63,7 @@ class TurnLog:
             self._earlier.pop((pending.group_index, pending.index), None)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """All logged turns as JSON values, including those of finished conversations in unfinished groups."""
+        """All logged turns as JSON values, including the turns of finished conversations in unfinished groups."""
         turns_of = {**self._earlier, **{place: log.turns for place, log in self._under_way.items()}}
         return {
             "conversations": [

@@ -1,7 +1,7 @@
 """Mark samples as invalid if a technical fault spoiled them, and end the run if too many are invalid.
 
-An invalid sample is neither graded nor trained on, because its reward would not judge the policy. It stays in its
-batch, and metrics count it by its finish reason.
+An invalid sample is neither graded nor trained on, because its reward would not judge the policy. An invalid sample
+stays in its batch, and metrics count it by its finish reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MAX_INVALID_SHARE = 0.05
 INVALID_WINDOW = 200
 """Number of most recent samples over which the share of invalid samples is computed."""
 MIN_WINDOW = 40
-"""Smallest number of samples assumed for the share, so that a few invalid samples at the start do not end the run."""
+"""Smallest denominator of the share of invalid samples, so that a few invalid samples at the start do not end the
+run."""
 
 
 def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
@@ -41,7 +42,7 @@ def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
 
 
 def count_invalid(samples: Sequence[Sample]) -> Counter[str]:
-    """Number of invalid trajectories by finish reason. The last sample of a trajectory decides."""
+    """Number of invalid trajectories by finish reason. A trajectory is invalid if its last sample is."""
     lasts = [samples[places[-1]] for places in trajectory_places(samples)]
     return Counter(sample.finish_reason for sample in lasts if sample.status is Status.INVALID)
 
