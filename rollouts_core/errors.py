@@ -73,7 +73,7 @@ class NoSignalError(InputError):
 
 
 class StoppedByRuleError(InputError):
-    """The training ended because of a warning whose rule its setting `stop_on` names."""
+    """The training ended because a rule that its setting `stop_on` names raised a warning."""
 
 
 class EngineError(RolloutsError):

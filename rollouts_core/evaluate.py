@@ -188,7 +188,7 @@ def outcomes_by_prompt(
 ) -> dict[str, Any]:  # Any: JSON
     """The number of right samples of each prompt, and the outcome of their majority vote if there is a vote function.
 
-    The result has the fields that a checkpoint with several samples per prompt has in result.json.
+    The dict has the fields that result.json adds for a checkpoint with several samples per prompt.
 
     Raises:
         RewardError: the environment's vote function raised.
@@ -218,8 +218,8 @@ def _vote(vote_fn: VoteFn, sample: Sample) -> str | None:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """The score of each demonstration: minus the mean loss over its trained tokens. Uses the first GPU of the machine,
-    if any.
+    """The score of each demonstration: minus the mean loss over its trained tokens. Computes on the machine's first
+    GPU, or on the CPU if it has none.
 
     Raises:
         DivergedError: a loss is not finite.

@@ -80,7 +80,7 @@ class JSONLLogger:
 
 
 def keep_logged(metrics_logger: MetricsLogger | None) -> None:
-    """If the logger is a `JSONLLogger`, flush its lines to disk. Other loggers are left alone."""
+    """If the logger is a `JSONLLogger`, flush its lines to disk. For another logger, nothing is done."""
     if isinstance(metrics_logger, JSONLLogger):
         metrics_logger.sync()
 
@@ -100,7 +100,7 @@ class EventLog:
         os.fsync(self._file.fileno())
 
     def warn(self, message: str, **details: Any) -> None:  # Any: JSON
-        """Log a warning and append the warning as an event. An empty text does nothing."""
+        """Log a warning and append the warning as an event. Does nothing if `message` is empty."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message, **details)
@@ -134,8 +134,8 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
 
     Args:
         max_lines: if a file has many more lines, about this many are read.
-        rare: a key that only few lines may have. Every n-th line is chosen separately among lines with and without this
-            key.
+        rare: a key that only few lines may have. Lines with this key and lines without it are thinned separately, so
+            that enough of the few lines are kept.
     """
     if not path.is_file():
         return []

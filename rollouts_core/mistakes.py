@@ -1,6 +1,6 @@
 """Collect configuration errors, so that one check shows all errors at once.
 
-`checks/validate.py` and `config/messages.py` raise the errors.
+`checks/validate.py` and `config/files.py` find the errors.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Mistakes:
     def check(self) -> None:
         """Raise the collected errors.
 
-        A single error is raised unchanged; several errors become one exception with a line for each.
+        A single error keeps its type. Several errors become one exception with a line for each error.
 
         Raises:
             Exception: an exception whose type is among the collected types.

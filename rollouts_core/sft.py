@@ -136,7 +136,7 @@ def digest_samples(samples: Sequence[Sample]) -> str:
 
 
 def with_digests(inputs: Mapping[str, str], samples: Samples, eval_samples: Sequence[Sample]) -> dict[str, str]:
-    """Add the digests of demonstrations to those of other inputs. A stream has no digest."""
+    """Return `inputs` with the digests of the demonstrations added. A stream of demonstrations has no digest."""
     of_samples = {"samples": digest_samples(samples)} if isinstance(samples, Sequence) else {}
     return {**inputs, **of_samples, "eval_samples": digest_samples(eval_samples)}
 

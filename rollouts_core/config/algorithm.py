@@ -38,10 +38,10 @@ class AdvantageConfig(Record):
     baseline: Finite = 0.0
     """Baseline of the estimator `constant`. A completion with this reward has advantage 0."""
     std: Literal["sample", "population"] = "sample"
-    """How the standard deviation of rewards is computed. sample: divide the sum of squared deviations by their number
-    less one. population: divide it by their number."""
+    """How the standard deviation of rewards is computed. sample: divide the sum of squared deviations by the number of
+    rewards less one. population: divide the sum by the number of rewards."""
     eps: Annotated[Finite, Field(ge=0)] = 1e-6
-    """Added to the divisor, so that it is never almost 0."""
+    """Number that is added to the divisor of a reward, so that the divisor is never almost 0."""
     singleton: Literal["zero", "reward"] = "zero"
     """Advantage of a completion that is the only one in its group. zero: 0. reward: its reward."""
     unscored: Literal["error", "exclude"] = "error"
@@ -79,9 +79,9 @@ class RewardShapingConfig(Record):
     """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
     / 2. k3: exp(-d) - 1 + d."""
     kl_credit: Literal["completion", "token"] = "completion"
-    """From what the KL penalty is subtracted. completion: the sum over all tokens, from the completion's reward, before
-    the baseline. token: the sum over this token and later tokens, from each token's advantage, after the baseline. The
-    estimator `gae` always uses token."""
+    """Number from which the KL penalty is subtracted. completion: the sum over all tokens, from the completion's
+    reward, before the baseline. token: the sum over this token and later tokens, from each token's advantage, after the
+    baseline. The estimator `gae` always uses token."""
 
     def _broken_rules(self) -> Iterator[str]:
         if self.overlong_buffer_tokens > self.max_response_tokens:
@@ -106,8 +106,8 @@ class MismatchConfig(Record):
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
     """Upper limit of the weight. 0: no limit."""
     outside: Literal["clamp", "zero"] = "clamp"
-    """Treatment of a weight outside its limits. clamp: it is set to the limit (truncated importance sampling). zero:
-    it is set to 0 (IcePop)."""
+    """Treatment of a weight outside its limits. clamp: the weight is set to the limit (truncated importance sampling).
+    zero: the weight is set to 0 (IcePop)."""
     mask: Literal["none", "token", "geometric", "product"] = "none"
     """Which tokens or completions the loss leaves out. none: nothing. token: each token whose w is outside mask_low
     and mask_high. geometric, product: each completion for which the geometric mean or the product of w over its tokens

@@ -69,7 +69,7 @@ class DataConfig(Record):
     JSON, CSV or Parquet file, or a dataset folder."""
     rollouts: str = ""
     """Recorded completions for RL, instead of prompts and engines: the folder `samples` of an earlier RL stage.
-    Training uses its steps in order. Each recorded step is one batch, whatever `rollout.batch_size` is."""
+    Training uses the recorded steps in order. Each recorded step is one batch, so `rollout.batch_size` is ignored."""
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""

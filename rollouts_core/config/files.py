@@ -71,8 +71,8 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
     of reward models, and files of the engine.
 
     Jobs run in other folders, so relative paths would not work there. A model path that is not a folder relative to
-    `base` may be a hub id and is left unchanged. The same holds for `data.sft` of the form `organisation/name`. URLs
-    are left unchanged.
+    `base` may be a hub id and is left unchanged. A `data.sft` of the form `organisation/name` may also be a hub id and
+    is left unchanged. URLs are left unchanged.
 
     Raises:
         ConfigError: a path is too long for any file system.
@@ -124,7 +124,7 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
 
 def _changed(table: Any, change: Callable[[Any], Any], *keys: str) -> Any:
-    """Return the table with `change` applied to these of its keys.
+    """Return the table with `change` applied to the values of `keys`.
 
     A value that is not a table is returned unchanged.
     """

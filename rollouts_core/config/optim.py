@@ -28,7 +28,7 @@ class OptimConfig(Record):
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
     """Learning rate at the last update, as a share of `lr`."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
-    """Largest norm of the gradient. A larger gradient is scaled down to it."""
+    """Largest norm of the gradient. A larger gradient is scaled down to this norm."""
 
 
 class RLOptimConfig(OptimConfig):

@@ -48,7 +48,8 @@ class PolicyConfig(Record):
     time."""
     on_out_of_memory: Literal["use_less", "stop"] = Field(default="use_less", json_schema_extra=PLACEMENT)
     """Action if a training step runs out of GPU memory. use_less: restart from the last checkpoint with smaller
-    micro-batches or, at one row each, with activation_checkpointing. stop: end the run with an error."""
+    micro-batches, or with activation_checkpointing if a micro-batch has only one row. stop: end the run with an
+    error."""
     compile: bool = False
     """Compile the layers with torch.compile. The start is slow; the steps are faster on most GPUs."""
     lora: LoRAConfig = LoRAConfig()
@@ -70,9 +71,8 @@ class PolicyConfig(Record):
         return self.attention not in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
-        """Replace sdpa and varlen by "auto".
-
-        "auto" chooses between these two, and their results differ only by rounding.
+        """Replace sdpa and varlen by "auto", because "auto" chooses between these kernels, and their results differ
+        only by rounding.
         """
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 

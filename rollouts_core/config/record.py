@@ -111,7 +111,7 @@ BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exc
 def _name_bounds(schema: JsonDict) -> None:
     """Rename bounds to their names in JSON schema.
 
-    Pydantic does not rename them if a validator of ours comes before.
+    Pydantic does not rename a bound that follows one of this project's validators.
     """
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
@@ -157,8 +157,8 @@ class Record(BaseModel):
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
         """Reject values that pydantic would convert, such as True to 1 or "3" to 3.
 
-        Also rejected are addresses with passwords or keys, and integers of more than 64 bits, with which torch or a
-        slice would fail in the middle of a job.
+        Also reject addresses with passwords or keys, and integers of more than 64 bits, which would make torch or a
+        slice fail in the middle of a job.
         """
         assert info.field_name is not None, "only fields are validated"
         refuse_secrets(value)

@@ -5,9 +5,8 @@ trackers.
     https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
 A part of a path counts as a secret if it mixes lower-case letters, capitals and digits, like most keys. Hexadecimal ids
-are permitted, because account numbers and commits look the same, except in addresses of webhooks, which are secret as a
-whole. Paths of buckets and folders are permitted. Queries without a secret, such as `?api-version=2024-06-01`, are
-permitted too.
+are permitted, because account numbers and commits look the same. Addresses of webhooks are refused as a whole. Paths of
+buckets and folders are permitted. Queries without a secret, such as `?api-version=2024-06-01`, are permitted too.
 """
 
 from __future__ import annotations

@@ -160,8 +160,7 @@ def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JS
     """The running time in minutes at each GPU sample, with long pauses shortened. [0.0] without samples."""
     # If the clock was set back, the gap is negative. A negative gap counts as 0, so that time never runs backwards.
     gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # A thinned file may have only every hundredth sample. The limit grows with the median gap, because gaps are long
-    # there.
+    # In a file that was thinned to every hundredth sample, all gaps are long, so the limit grows with the median gap.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
     return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]

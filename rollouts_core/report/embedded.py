@@ -48,16 +48,16 @@ NUM_PROBED = 3
 INDEX_BYTES_PER_SAMPLE = 6
 """Approximate size of a sample's row in the page's table, bytes."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Exceptions from reading lines that were not written by a job of this project."""
+"""Exceptions that a line can cause if it was not written by a job of this project."""
 
 
 class StepFile(NamedTuple):
-    """The samples file of one step, or of one model."""
+    """The samples file of one step, or of one model's held-out answers."""
 
     step: int
     path: Path
     scores: Path | None = None
-    """The file with each sample's advantage and trainer log-probs."""
+    """The file with each sample's advantage and trainer log-probs; None for held-out answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,8 @@ def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGr
 
 
 def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
-    """Each sample with the training's record of the sample; an unknown record is empty."""
+    """Each sample with its line of the training's scores file (advantage, trainer log-probs); {} if this line is
+    missing."""
     scores: list[JsonObject | None] = []
     if file.scores is not None and file.scores.is_file():
         with file.scores.open("rb") as lines:

@@ -9,7 +9,7 @@
     chunk/rl/120/g7/<version>    group 7 of step 120
 
 The sample files of a page have about `PAGE_BYTES` together. Pages are counted from the first step, so a new step
-changes only the last page. A request for a page encodes the page's files. The files encoded last stay in memory.
+changes only the last page. A request for a page encodes the page's files. The most recently used files stay in memory.
 
 Not here: the page (live.py), the encoding of a rollout (rollout_codec.py), the decoding in the page (viewer.js).
 """

@@ -68,8 +68,8 @@ def format_time(seconds: float) -> str:
 
 
 def _machines(report: ReportInput) -> list[tuple[str, str]]:
-    """The machine and software of each training. A training on the same machine as the previous training adds
-    nothing."""
+    """The machine and software of each training. A training on the same machine as the previous training gets no
+    line."""
     facts, before = [], dict[str, Any]()  # Any: JSON
     for training in report.trainings:
         started = _last_start(training.run_dir)
@@ -90,7 +90,8 @@ def _last_start(run_dir: Path) -> dict[str, Any]:  # Any: JSON
 def _placement(report: ReportInput) -> str:
     """The work of each GPU during the last training, with the estimated memory; empty for a training without GPUs.
 
-    The job's record has the placement that the run planned on its node. The report's settings lack this placement.
+    The placement is read from job.json, because the report's settings lack the placement that the run planned on its
+    node.
     """
     if report.config is None or not report.trainings or not _last_start(report.trainings[-1].run_dir).get("gpus"):
         return ""

@@ -46,7 +46,7 @@ class StagePlace(NamedTuple):
     """A stage of a run."""
 
     name: str
-    """Unique within the run, for example sft, select-sft, rl."""
+    """Name of the stage, unique within the run, for example sft, select-sft, rl."""
     kind: StageKind
 
 
@@ -95,7 +95,8 @@ def is_selection(name: str) -> bool:
 
 
 def is_training(name: str) -> bool:
-    """True if a stage name is a training that this version knows. Stores of other versions may have other stages."""
+    """True if a stage name is a training that this version knows. A store that another version wrote may have other
+    stages."""
     return name in TRAININGS
 
 

@@ -68,8 +68,8 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
     """The digest of the user's code and models that sampling, grading, filtering and the loss use.
 
-    It covers the user's Python files (`digest_plugins`) and the local folders of models that grade. Weights in the
-    folder of a judge do not count, because a job reads only the judge's tokenizer.
+    The digest covers the user's Python files (`digest_plugins`) and the local folders of models that grade. Weights in
+    the folder of a judge do not count, because a job reads only the judge's tokenizer.
     """
     own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]

@@ -29,7 +29,8 @@ from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OF_PROJECT = (__name__.partition(".")[0], "rollouts")
-"""Packages of this project, which are not searched. rollouts_core is uploaded separately, and jobs import no other."""
+"""Packages of this project, which are not searched. rollouts_core is uploaded separately, and jobs do not import the
+other package."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -49,7 +50,7 @@ class OwnCode:
     file: Path | None = None
     """A single Python file."""
     about: Mapping[str, Path] = field(default_factory=dict)
-    """Metadata files of an installed package that declare entry points for this project."""
+    """Metadata files of an installed package with entry points for this project."""
 
     @property
     def sent(self) -> dict[str, Path]:
@@ -68,7 +69,8 @@ class OwnCode:
 
 
 def find_code(name: str) -> OwnCode | None:
-    """Find the code that Python would import for a top-level name. None if it does not exist or has no files."""
+    """Find the code that Python would import for a top-level name. None if Python finds no such name, or if the name
+    has no files."""
     use_code_folders()
     try:
         spec = importlib.util.find_spec(name)
