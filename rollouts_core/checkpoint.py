@@ -37,7 +37,7 @@ BESIDE_MODEL = ("trainer/", "adapter/")
 """Folders of a checkpoint whose files do not count for the digest of its model."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
-"""Suffixes of files that a program may load or run from a checkpoint. A file with such a suffix must be in the
+"""Suffixes of files that a program may load or run from a checkpoint. A file with one of these suffixes must be in the
 manifest."""
 SETTLED_NS = 2_000_000_000
 """Nanoseconds. A file that changed more recently is always hashed again, because the coarse clocks of file systems may
@@ -67,7 +67,7 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """Settings and inputs of the training, by name (`run_checkpoints.describe_settings`)."""
     is_early: bool = False
-    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes such a
+    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes the early
     checkpoint after its next checkpoint, so that the run ends with the same checkpoints as a run that was never
     stopped."""
 
@@ -168,7 +168,7 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing, differs from the manifest, or was added. The error names the first such
+        CheckpointError: a file is missing, differs from the manifest, or was added. The message names the first wrong
             file.
     """
     manifest = load_manifest(path)

@@ -89,7 +89,7 @@ class EngineBusyError(EngineUnavailableError):
 
     Args:
         problem: the engine's answer.
-        retry_after_s: delay that the engine asked for, seconds; 0 if it asked for none.
+        retry_after_s: delay before a retry that the engine requested, seconds; 0 if the engine requested none.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """Decide which groups of samples are worth training on. A group has the samples of one prompt.
 
-A sample whose reward could not be computed has the reward None. Filters that compare rewards ignore such samples. A
-trajectory counts once, even if it has several samples.
+A sample whose reward could not be computed has the reward None. Filters that compare rewards ignore a sample without a
+reward. A trajectory counts once, even if it has several samples.
 """
 
 from __future__ import annotations

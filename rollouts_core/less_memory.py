@@ -77,7 +77,7 @@ def with_less(job: JobT, directory: RunDirectory) -> JobT:
 
 
 def find_next(job: TrainingJob, directory: RunDirectory) -> Lowered | None:
-    """The next setting to lower; None if no such setting is left, or if the job must stop at a full GPU.
+    """The next setting to lower; None if no setting can be lowered further, or if the job must stop at a full GPU.
 
     Args:
         job: result of `with_less`.

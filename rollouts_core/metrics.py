@@ -134,8 +134,8 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
 
     Args:
         max_lines: if a file has many more lines, about this many are read.
-        rare: a key that only few lines may have. Lines with this key and lines without it are thinned separately, so
-            that enough of the few lines are kept.
+        rare: a key that only few lines may have. Lines with this key and lines without this key are thinned separately,
+            so that enough lines with the key are kept.
     """
     if not path.is_file():
         return []

@@ -29,8 +29,8 @@ class Mistakes:
     """The errors that several checks raised, each with the setting that it belongs to.
 
     Args:
-        kinds: exception types to collect. Several errors are raised as one exception, whose type is the first of these
-            types that any of the errors has.
+        kinds: exception types to collect. Several errors are raised as one exception, of the first listed type that any
+            of the errors has.
     """
 
     def __init__(self, *kinds: type[Exception]) -> None:
@@ -42,7 +42,7 @@ class Mistakes:
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
-        """Sort the errors in the order in which these settings occur in the configuration file."""
+        """Sort the errors in the order in which their settings occur in the configuration file."""
         self._settings = settings
 
     def leave_out(self, setting: str) -> None:

@@ -99,7 +99,8 @@ def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int =
 
 
 def build_character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character. Its chat template marks each role with a special token."""
+    """Return a tokenizer with one token per character, and a chat template that marks each role with a special
+    token."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

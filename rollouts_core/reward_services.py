@@ -63,7 +63,7 @@ class BatchedReward:
     Args:
         score: takes samples and returns their rewards, in order.
         batch_size: largest number of samples per call of `score`.
-        has_limit: whether each call of `score` has its own time limit. If so, the wait for a call does not count for
+        has_limit: whether each call of `score` has its own time limit. If True, the wait for a call does not count for
             the time limit of grading.
     """
 

@@ -218,7 +218,8 @@ class RunCheckpoints:
 
         Args:
             cursors: returns the state, besides the step number, that a resumed run needs.
-            is_over: True if the training loop ends the training after this step for a reason of its own.
+            is_over: True if the training loop ends the training after this step, for example because of a rule in
+                `stop_on`.
 
         Raises:
             StoppedError: a stop was requested. The step is saved.

@@ -109,7 +109,7 @@ class RunDirectory:
 
     @property
     def result(self) -> Path:
-        """Output: the stage's record. This file is written last, so a stage without this file is not finished."""
+        """Output: the stage's record. result.json is written last, so a stage without this file is not finished."""
         return self.root / "result.json"
 
     def last_end(self) -> dict[str, Any] | None:  # Any: JSON

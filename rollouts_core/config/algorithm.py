@@ -63,15 +63,16 @@ class RewardShapingConfig(Record):
     """Length of a completion, in tokens, at which the penalty reaches `overlong_penalty`. Usually the value of
     `rollout.sampling.max_new_tokens`."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Number of tokens below `max_response_tokens` at which the penalty starts. From there it grows linearly. 0: no
-    penalty."""
+    """Number of tokens below `max_response_tokens` at which the penalty starts. From there, the penalty grows linearly.
+    0: no penalty."""
     overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
     """Reward that is subtracted from a completion of `max_response_tokens` tokens."""
     overlong_capped: bool = True
     """Subtract at most `overlong_penalty`, even from completions longer than `max_response_tokens`."""
     mask_truncated: bool = False
-    """Leave truncated completions out of the loss. Their rewards still count in baselines. The length penalty then
-    affects only completions that end by themselves within the last `overlong_buffer_tokens` tokens."""
+    """Leave truncated completions out of the loss. The rewards of truncated completions still count in baselines. The
+    length penalty then affects only completions that end by themselves within the last `overlong_buffer_tokens`
+    tokens."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Factor of the KL penalty. The KL divergence from the model that training starts from is summed over tokens,
     multiplied by this factor and subtracted from the reward."""

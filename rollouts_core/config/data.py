@@ -35,7 +35,7 @@ class DatasetConfig(Record):
 
 
 class PrepareConfig(Record):
-    """How the data files are made from a public dataset. This happens once, before the run."""
+    """How the data files are made from a public dataset. The files are made once, before the run."""
 
     name: FunctionName = ""
     """The preparation function: a name of `rollouts_core.data.preparations.PREPARATIONS`, or `package.module:function`.
@@ -79,8 +79,8 @@ class DataConfig(Record):
     """Creates the data files whose settings are empty. The value is a preparation's name, as in `prepare = "gsm8k"`, or
     a table with name, source, revision and settings."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
-    """Types of the CSV columns of each file, by setting. They can also be given in the file's own setting: `prompts =
-    {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
+    """Types of the CSV columns of each file, by setting. The types can also be given in the file's own setting:
+    `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
         """The types of the CSV columns of the file in the setting `name`."""

@@ -66,10 +66,12 @@ class EngineConfig(Record):
     they share, or in the machine's memory if there are no GPUs."""
     router_url: str = Field(default="", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Address, as seen from the trainer, of a running sglang-router that distributes requests among the engines. The
-    run registers the engines with the router. Empty: the trainer distributes the requests. Not supported by vLLM."""
+    run registers the engines with the router. Empty: the trainer distributes the requests. vLLM does not support this
+    setting."""
     router_python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of an environment with sglang-router, as an absolute path on the trainer's machine. RL starts
-    a router there and stops it at the end. Not supported by vLLM, and not together with router_url."""
+    a router there and stops it at the end. vLLM does not support this setting. Set either `router_python` or
+    `router_url`, not both."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=300.0, json_schema_extra=PLACEMENT)
     """Seconds in which the server must generate its first token after a start, and become available again after a
     crash. During its first requests, the server may also be silent for this long."""

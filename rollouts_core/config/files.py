@@ -179,8 +179,8 @@ def read_record(
 
     Missing and invalid values are replaced by defaults, and all problems are collected.
 
-    If the valid values break rules between settings, these problems are collected too. Returns None if an invalid value
-    has no default.
+    If the valid values break rules between settings, the broken rules are collected too. Returns None if an invalid
+    value has no default.
 
     Args:
         mistakes: collects the problems.
@@ -219,7 +219,7 @@ def _with_defaults(
     paths: Sequence[Sequence[str]],
     model: type[BaseModel] | None,
 ) -> Any:  # Any: unchecked input
-    """Remove the values at these paths. For a path into a list, the whole list is removed.
+    """Remove the values at `paths`. For a path into a list, the whole list is removed.
 
     A missing value without a default is replaced by a value of the right type, so that the other values can be checked.
     """

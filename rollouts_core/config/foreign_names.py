@@ -13,7 +13,7 @@ from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
-"""Placeholder in a hint. It is replaced by the stage in whose table the unknown key was found."""
+"""Placeholder in a hint, which is replaced by the stage in whose table the unknown key was found."""
 
 EPOCHS = (
     f"{STAGE}.num_steps: training counts optimizer steps. An epoch is rows / training.sft.batch_size steps, or for RL "

@@ -37,7 +37,7 @@ def explain_validation_error(
     Args:
         model: type of the record that was validated, for suggestions about misspelt keys.
         source: name of the file or form, for the start of each line.
-        settings: the input. Its order is the order of the lines.
+        settings: the input. The lines follow the order of the input.
         table: the file's table that contains the settings; "" if the settings are the whole file.
     """
     return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings, table)], source=source)

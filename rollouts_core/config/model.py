@@ -30,8 +30,8 @@ class ModelConfig(Record):
     chat_template_kwargs: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict
     )
-    """Values for the model's chat template, as in `{ enable_thinking = false }`. SFT, RL and evaluation use them. They
-    are also written into the chat template of every checkpoint, so that a server renders the same prompts."""
+    """Values for the model's chat template, as in `{ enable_thinking = false }`. SFT, RL and evaluation use them. The
+    values are also written into the chat template of every checkpoint, so that a server renders the same prompts."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

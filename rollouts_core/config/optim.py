@@ -19,7 +19,7 @@ class OptimConfig(Record):
     eps: Annotated[Finite, Field(gt=0)] = 1e-8
     """AdamW's epsilon, which is added to the divisor of each update."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """AdamW's weight decay. It applies only to matrices."""
+    """AdamW's weight decay, which applies only to matrices."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate changes after the warmup."""
     num_warmup_steps: int = Field(default=0, ge=0)

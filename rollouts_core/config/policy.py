@@ -33,8 +33,8 @@ class PolicyConfig(Record):
     """How training computes the model."""
 
     backend: Literal["pytorch", "jax"] = "pytorch"
-    """The library that training uses. Both give the same losses up to rounding. jax supports only models of the Llama,
-    Qwen2 and Qwen3 families, and needs pip install 'rollouts[jax]'."""
+    """The library that training uses. Both libraries give the same losses up to rounding. jax supports only models of
+    the Llama, Qwen2 and Qwen3 families, and needs pip install 'rollouts[jax]'."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of matrix products. Trained weights and optimizer state are always float32. With LoRA, the frozen
     weights also have this format."""
@@ -57,7 +57,7 @@ class PolicyConfig(Record):
 
     @property
     def takes_masks(self) -> bool:
-        """True if the attention kernel separates samples with a mask. "auto" counts as such a kernel."""
+        """True if the attention kernel separates samples with a mask. "auto" counts as a kernel with a mask."""
         return self.takes_dense_masks or self.attention == "flex"
 
     @property

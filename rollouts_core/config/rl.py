@@ -57,8 +57,8 @@ class RLTrainingConfig(Record):
     loss: LossConfig = LossConfig()
     """The policy loss."""
     loss_fn: FunctionName = ""
-    """Your own loss function in place of the policy loss: `package.module:function`. It takes (scores, batch) or
-    (scores, batch, config); `config` is the section `loss`."""
+    """Your own loss function in place of the policy loss: `package.module:function`. The function takes (scores, batch)
+    or (scores, batch, config); `config` is the section `loss`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
@@ -136,9 +136,8 @@ class RLTrainingConfig(Record):
 
     @property
     def shares_prompts(self) -> bool:
-        """True if the completions of a prompt share the tokens of the prompt in a row.
-
-        This needs an attention kernel with masks.
+        """True if the completions of a prompt share the tokens of the prompt in a row, which needs an attention kernel
+        with masks.
         """
         return self.packing and self.policy.takes_masks
 
@@ -194,7 +193,7 @@ class RLTrainingConfig(Record):
 
     @property
     def needs_old_scores(self) -> bool:
-        """True if the trainer must score a batch before its first update. This costs one forward pass."""
+        """True if the trainer must score a batch before its first update. Scoring costs one forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)

@@ -97,9 +97,9 @@ class RolloutConfig(Record):
     pause. Pauses grow from 15 s to 5 min. Selection and evaluation never drop a prompt, so they may pause for this long
     at each prompt."""
     generate_fn: FunctionName = ""
-    """Your own function in place of the engines' sampling: `package.module:function`. It takes the pending samples of a
-    group and returns them finished, with the log-probs of the sampled tokens. Empty: the engines sample. Selection and
-    evaluation always use an engine."""
+    """Your own function in place of the engines' sampling: `package.module:function`. The function takes the pending
+    samples of a group, and returns the finished samples with the log-probs of the sampled tokens. Empty: the engines
+    sample. Selection and evaluation always use an engine."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=3600.0, json_schema_extra=PLACEMENT)
     """Time limit of one call of `generate_fn`, seconds. A longer call ends the run, even if the function never
     awaits."""
@@ -107,7 +107,7 @@ class RolloutConfig(Record):
     """The reward function: a name of `rollouts_core.rewards.REWARDS` or `package.module:function`. Empty: the
     environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Several rewards in place of `reward_fn`. Their weighted sum is the reward."""
+    """Several rewards in place of `reward_fn`, whose weighted sum is the reward."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=1800.0, json_schema_extra=PLACEMENT)
     """Time limit of one call of a reward or a filter, seconds. A longer call ends the run, even if the function never
     awaits. The wait for a free processor in the environment `code` does not count. Requests to a service have their own

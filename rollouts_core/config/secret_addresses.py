@@ -46,7 +46,7 @@ WEBHOOK = re.compile(
     r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
     re.IGNORECASE,
 )
-"""Matches addresses of webhooks. These addresses are secret as a whole, because they accept messages without a key."""
+"""Matches addresses of webhooks. A webhook accepts messages without a key, so its whole address is secret."""
 TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
 """Matches keys that begin like those of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")

@@ -44,7 +44,7 @@ async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[lis
     Yields a list with one client, which distributes requests over all engines. The list is empty without engines.
 
     Args:
-        directory: the job's run directory. The output of a started router is written to `router.txt` there.
+        directory: the job's run directory. The output of a started router is written to `router.txt` in this directory.
     """
     engine = job.rollout.engine
     async with AsyncExitStack() as stack:

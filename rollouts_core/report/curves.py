@@ -193,7 +193,7 @@ def _draw_gpus(
 
 
 def metric_points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) for each step with a finite value. Some steps have none; for example, a skipped step has no
+    """(step, value) for each step with a finite value. A step may lack the metric; for example, a skipped step has no
     loss."""
     return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
 

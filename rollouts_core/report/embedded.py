@@ -74,7 +74,7 @@ class SampleSet:
 
 @dataclass(slots=True, kw_only=True)
 class KeptStep:
-    """The chosen groups of a step. Their texts stay compressed until the page is written."""
+    """The chosen groups of a step. The groups' texts stay compressed until the page is written."""
 
     set_index: int
     step: int

@@ -182,8 +182,8 @@ def model_labels(stage: LiveStage) -> dict[str, str]:
 
 
 def vocabulary_of(stages: Sequence[LiveStage]) -> Vocabulary:
-    """The texts of tokens, from a start model or checkpoint of these stages; empty if this machine has no such
-    folder."""
+    """The texts of tokens, from the folder of a start model or checkpoint of `stages`; empty if this machine has no
+    such folder."""
     for stage in stages:
         job = load_job_of(stage.run_dir)
         starts = [Path(job.model.model.path)] if isinstance(job, SFTJob | RLJob) else []

@@ -28,7 +28,7 @@ class Vocabulary:
 
     texts: dict[int, str] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
-    """Ids that mark turns and ends of texts. Some engines leave all special ids out of responses, others only
+    """Ids that mark turns and ends of texts. Some engines leave all special ids out of responses, other engines only
     `ends`."""
     ends: frozenset[int] = frozenset()
     """The special ids that end or pad a text."""

@@ -88,7 +88,7 @@ class StageKind:
     """Function (settings, section) -> advice on settings that lower the training's GPU memory."""
     smaller_batch: str = ""
     """Function (settings, run directory, number of processes) that lowers the micro-batch after a GPU ran out of
-    memory. It returns a Lowered, or None if the micro-batch is already the smallest."""
+    memory. The function returns a Lowered, or None if the micro-batch is already the smallest."""
     find_unused: str = ""
     """Function (Config) -> one sentence per setting of the training that has no effect."""
     learning_rates: LearningRates = LearningRates()

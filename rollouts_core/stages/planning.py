@@ -1,6 +1,6 @@
 """Build the jobs of trainings from the settings. A job contains the digests of its start model and its data.
 
-`tasks/plan.py` chooses the job's directory and node. It also plans the jobs that evaluate models.
+`tasks/plan.py` chooses the job's directory and node, and plans the jobs that evaluate models.
 """
 
 from __future__ import annotations

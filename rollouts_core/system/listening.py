@@ -1,4 +1,4 @@
-"""Listen on a port, with an error of its own if another process uses the port."""
+"""Listen on a port, and raise PortInUseError if another process uses the port."""
 
 from __future__ import annotations
 

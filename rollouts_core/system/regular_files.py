@@ -80,7 +80,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _find_problem(mode: int) -> str:
-    """Text such as "a FIFO, not a file" if the mode is not that of a regular file; else empty."""
+    """Text such as "a FIFO, not a file" if the mode belongs to anything but a regular file; else empty."""
     return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 

@@ -48,7 +48,8 @@ class BlockedError(OutOfTimeError):
 
 
 class _Interrupt(BaseException):
-    """Raised by the signal handler. Not an Exception, because `except Exception` in a function would catch it."""
+    """Raised by the signal handler. The class does not inherit from Exception, because a user's `except Exception`
+    would catch it."""
 
 
 class _Clock:

@@ -174,5 +174,5 @@ def _is_followed(folder: Path, top: Path) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """True for names of hidden files, such as .env, and of private keys. These files are never copied elsewhere."""
+    """True for names of hidden files, such as .env, and of private keys, which are never copied to another machine."""
     return name.startswith((".", *_KEY_NAMES)) or name.endswith(_KEY_ENDINGS)
