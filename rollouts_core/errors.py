@@ -63,7 +63,7 @@ class RewardError(InputError):
 
 
 class NoMemoryError(InputError):
-    """The settings need more memory than is available. The text names the settings to lower."""
+    """The settings need more memory than is available. The message names the settings to lower."""
 
 
 class NoSignalError(InputError):

@@ -91,7 +91,7 @@ def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
     """Return a filter that keeps a group if all `filters` keep it.
 
-    Otherwise the decision has the reason of the first filter that drops the group.
+    For a dropped group, the decision has the reason of the first filter that drops the group.
     """
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:

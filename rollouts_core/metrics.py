@@ -133,7 +133,7 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
     Only the chosen lines are parsed, because finding the starts of all lines takes a tenth of the time of parsing them.
 
     Args:
-        max_lines: if a file has many more lines, about this many are read.
+        max_lines: approximate number of lines that are read from a longer file.
         rare: a key that only few lines may have. Lines with this key and lines without this key are thinned separately,
             so that enough lines with the key are kept.
     """

@@ -33,7 +33,7 @@ async def update_policy(
         stop: a stop request may abandon the step until its weights change; afterwards, the request waits for the step.
 
     Returns:
-        The update's metrics with `num_nonfinite` = 0. If the update was skipped, only `num_nonfinite` = 1.
+        The update's metrics with `num_nonfinite` = 0; for a skipped update, only `num_nonfinite` = 1.
 
     Raises:
         NonFiniteError: the loss or gradient is NaN or infinite and `on_nonfinite` is "stop". The message names the

@@ -193,7 +193,7 @@ class WeightedRewards:
     async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
         """The weighted sum of the terms, and each term before its weight is applied.
 
-        If a term is None, the sum is None and the dict is empty.
+        If a term is None, the method returns None and an empty dict.
         """
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:

@@ -91,7 +91,7 @@ async def run_rl_training(
         is_colocated: the engines free their GPU memory while the trainer trains, and weights are published after every
             step.
         inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
-        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        is_end_asked: called after every step; a result of True saves a checkpoint and ends the training.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     Raises:
         ConfigError: `keep_best` is set, but a checkpoint's reward would include completions that other weights sampled.
@@ -328,7 +328,7 @@ async def train_on_rollouts(
     """Make the optimizer updates of one batch of rollouts. A batch without learning signal gives no update.
 
     Args:
-        stop: a stop request waits while the weights change.
+        stop: makes a stop request wait while the weights change.
         on_credit: called with the advantages, and the scores computed before the first update.
 
     Raises:

@@ -84,7 +84,7 @@ class RunCheckpoints:
         directory: folder of the checkpoints. None disables saving and resuming.
         settings: the result of `describe_settings`. A checkpoint with other settings is refused.
         scored_by: metric that is a checkpoint's score (`score_of_weights`). A checkpoint without it has no score.
-        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        is_end_asked: called after every step; a result of True saves a checkpoint and ends the training.
         before_save: called after the steps of a checkpoint were logged, before the checkpoint is written.
         write_served: called in a thread before a save. If the engines serve weights of an earlier step, the function
             returns a file with these weights, otherwise None.
@@ -401,7 +401,7 @@ def describe_settings(
 
     Args:
         inputs: digests of the training inputs, by name.
-        sections: further records of settings, by section. The section is the prefix of their names in the result.
+        sections: further records of settings. A record's section is the prefix of its settings' names in the result.
     """
     named = {**training_settings(training), **inputs, "semantics": SEMANTICS_VERSION}
     for section, record in sections.items():

@@ -148,7 +148,7 @@ class LossConfig(Record):
     """Largest loss of a token with a negative advantage, as a multiple of the advantage's absolute value. Used by ppo
     and gspo. 0: no limit."""
     ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the squared log-ratio. The product is added to the loss."""
+    """Factor with which the squared log-ratio is added to the loss."""
     drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
     """Leave completions with a negative advantage out of the loss if their mean log-ratio is below minus this value. 0:
     keep all completions."""
@@ -161,9 +161,9 @@ class LossConfig(Record):
     count_untrained: bool = False
     """Whether completions without a trained token count in the divisor when the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the policy's entropy. The product is subtracted from the loss."""
+    """Factor with which the policy's entropy is subtracted from the loss."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the KL divergence from the model that training starts from. The product is added to the loss."""
+    """Factor with which the KL divergence from the model that training starts from is added to the loss."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
     / 2. k3: exp(-d) - 1 + d."""

@@ -70,7 +70,7 @@ class DeploymentConfig(Record):
     def with_engines_of_trainer(self) -> Self:
         """The deployment settings of engines that run on the trainer's GPUs.
 
-        Each engine has as many GPUs as on its own node.
+        Each engine gets as many GPUs as it would have on a node of its own.
         """
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         trainer = self.trainer_gpu_ranks

@@ -25,8 +25,8 @@ KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 SGLang has a second key argument."""
 
 OWN_ARGUMENT = re.compile(r"--(ho|hos|host|po|por|port|model|model[-_]path|served[-_]model[-_]name)(=|$)")
-"""Matches arguments, and their abbreviations, for the address and the model, which the launch sets. With another
-address, nothing would find the engine, or other machines could reach it without a key."""
+"""Matches arguments, and their abbreviations, for the address and the model, which the launch sets. If `extra_args`
+changed the address, the run would not find the engine, or other machines could reach the engine without a key."""
 
 
 class EngineConfig(Record):

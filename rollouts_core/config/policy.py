@@ -44,14 +44,14 @@ class PolicyConfig(Record):
     length squared. Models that cap attention scores (Gemma 2) use eager in place of sdpa. flex uses a mask of blocks;
     it needs a GPU, bfloat16 and some minutes to compile, and has not been tested on a GPU yet."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
-    """Compute activations again in the backward pass instead of storing them. Needs less memory and about a third more
-    time."""
+    """Compute activations again in the backward pass instead of storing them. Recomputing needs less memory and about a
+    third more time."""
     on_out_of_memory: Literal["use_less", "stop"] = Field(default="use_less", json_schema_extra=PLACEMENT)
     """Action if a training step runs out of GPU memory. use_less: restart from the last checkpoint with smaller
     micro-batches, or with activation_checkpointing if a micro-batch has only one row. stop: end the run with an
     error."""
     compile: bool = False
-    """Compile the layers with torch.compile. The start is slow; the steps are faster on most GPUs."""
+    """Compile the layers with torch.compile. The training starts more slowly, but its steps are faster on most GPUs."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters (LoRA)."""
 

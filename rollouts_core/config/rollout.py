@@ -42,10 +42,11 @@ class MultiTurnConfig(Record):
     """Largest number of tokens of one turn of the policy. 0: the tokens that are left for the conversation."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """Seconds for all replies of the environment in one conversation together. After that, the conversation is
-    truncated. The time of the engines does not count, because limits of tokens and turns apply to the policy."""
+    truncated. The time in which engines generate does not count, because limits of tokens and turns apply to the
+    policy."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
     """Seconds for the environment's reply to one turn. A slower reply counts as a failure of the environment. If the
-    environment computes for longer than this without an `await`, the run ends, because it blocks all other
+    environment computes for longer than this without an `await`, the run ends, because the computation blocks all other
     conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
     """interleaved: a conversation is one sample. branching: each turn of the policy is its own sample, and all samples
@@ -127,8 +128,8 @@ class RolloutConfig(Record):
     this number of batches is generated ahead while the trainer trains. 0: engines and trainer take turns."""
     max_partial_staleness: int = Field(default=0, ge=0)
     """Treatment of completions that over-sampling or a filter leaves unfinished when a batch is full; only with
-    max_staleness 0. 0: they start again in the next step. Above 0: they continue with the next weights, until their
-    oldest token was sampled this number of weight publications ago."""
+    max_staleness 0. 0: the completions start again in the next step. Above 0: the completions continue with the next
+    weights, until their oldest token was sampled this number of weight publications ago."""
     in_flight: InFlight = "finish"
     """Treatment of running completions when weights are published. finish: the publication waits until the completions
     are finished. abort: completions are stopped, and continue after their last token with the new weights. continue:

@@ -36,8 +36,8 @@ USER_SCHEMES = ("ssh", "sftp")
 """Last parts of schemes, such as ssh in git+ssh. Addresses like git+ssh://git@host may contain a login name, but no
 password."""
 WEB_SCHEMES = ("http", "https")
-"""Last parts of the schemes of web services. In other schemes, the path is a name that the owner of a bucket or folder
-chose."""
+"""Last parts of the schemes of web services. Only their paths are checked, because other paths are names that the owner
+of a bucket or folder chose."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
 """Matches an address without a scheme that contains a user and a password."""
 WEBHOOK = re.compile(

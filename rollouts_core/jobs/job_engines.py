@@ -41,7 +41,8 @@ POOLED_RESTART_TIMEOUT_S = 5.0
 async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
     """Connect to the job's engines, and wait until they are ready. Start a router if the settings ask for one.
 
-    Yields a list with one client, which distributes requests over all engines. The list is empty without engines.
+    Yields a list with one client, which distributes requests over all engines. The list is empty if the job has no
+    engines.
 
     Args:
         directory: the job's run directory. The output of a started router is written to `router.txt` in this directory.

@@ -68,7 +68,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The training backend of the job. With several processes, this rank's part of the backend."""
+    """The training backend of the job; with several processes, the part of the backend on this rank."""
     training = job.training
     return create_backend(
         job.model.model,

@@ -87,8 +87,8 @@ def full_gpu_told(is_training: Callable[[], bool] = lambda: True) -> Iterator[No
     """Raise FullGPUError if a GPU runs out of memory in the `with` block. A smaller micro-batch may then help.
 
     Args:
-        is_training: returns False before the first step. In this case the original error is raised, because a smaller
-            micro-batch does not help while the model is loaded.
+        is_training: returns False before the first step. An error before the first step is raised unchanged, because a
+            smaller micro-batch does not help while the model is loaded.
     """
     try:
         yield

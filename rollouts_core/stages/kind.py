@@ -48,7 +48,7 @@ class StageKind:
     """
 
     name: str
-    """Name in settings, directories and records. The settings of a training are in `training.NAME`."""
+    """Name of the stage in settings, directories and records. The settings of a training are in `training.NAME`."""
     title: str
     """Name in sentences, for example "supervised fine-tuning"."""
     label: str = ""

@@ -173,7 +173,8 @@ def interrupt_after(
 
     Args:
         left_s: the remaining part of `timeout_s`, if a part is already used up.
-        is_over: called at the deadline and every second afterwards. The block is interrupted when it returns True.
+        is_over: called at the deadline and every second afterwards. The block is interrupted when `is_over` returns
+            True.
     """
     if not can_interrupt():
         yield

@@ -1,7 +1,7 @@
 """Add folders with the user's modules to the import path of this process and of its jobs.
 
 The folders come last on sys.path, so that a user's file with the name of an installed package does not hide the
-package. PYTHONPATH would put the folders before the standard library.
+package. PYTHONPATH is not used for the folders, because it would put them before the standard library.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def find_foreign_home(found: object, module: ModuleType) -> str:
 
     Without this check, trusting a package would mean trusting everything that the package imports, such as `os.abort`.
     An object that another package's code made, such as a function that a decorator returned, counts as the package's
-    own, unless a module of the other package also has a name for the object. For objects of rollouts_core, the module
-    counts instead of the package.
+    own, unless a module of the other package also has a name for the object. An object of rollouts_core must be defined
+    in the module itself.
 
     Args:
         module: the module through which the object was found.

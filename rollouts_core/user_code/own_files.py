@@ -91,7 +91,8 @@ def find_code(name: str) -> OwnCode | None:
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
     """Find the user's code with these modules, and all user code that it imports. Sorted by name.
 
-    This project, and installed packages without entry points for it, are neither returned nor searched for imports.
+    This project, and installed packages without entry points for this project, are neither returned nor searched for
+    imports.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
