@@ -59,7 +59,6 @@ class RowLayout:
     """Whether some samples of a row share a prompt."""
 
     def to(self, device: torch.device) -> RowLayout:
-        """Return a layout whose tensors are on `device`."""
         return replace(
             self,
             scored_N=to_device(self.scored_N, device),

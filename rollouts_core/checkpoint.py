@@ -73,7 +73,6 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the settings."""
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -152,7 +152,6 @@ async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) ->
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
-    """The ungenerated samples of each prompt."""
     return [
         build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
     ]
@@ -251,7 +250,6 @@ def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout settings for sampling in an evaluation."""
     sampling = rollout.sampling.model_copy(update={"temperature": evaluation.temperature})
     return rollout.model_copy(
         update={

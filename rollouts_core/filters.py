@@ -111,7 +111,6 @@ def scored_rewards(group: Sequence[Sample]) -> list[float]:
 
 
 def _last_samples(group: Sequence[Sample]) -> list[Sample]:
-    """The last sample of each trajectory."""
     return [group[places[-1]] for places in trajectory_places(group)]
 
 

@@ -117,7 +117,6 @@ def build_character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_untrained_model(tokenizer: PreTrainedTokenizerFast, size: QuickstartSize, *, seed: int) -> Qwen3ForCausalLM:
-    """A small Qwen3 with random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden_size,

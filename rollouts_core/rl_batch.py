@@ -217,7 +217,6 @@ def _build_update(
     pad_id: int,
     num_ranks: int,
 ) -> list[TrainBatch]:
-    """Return the micro-batches of one update on the samples at the indices `places`."""
     useful = [place for place in places if has_gradient(samples[place], credit.advantages[place], config)]
     columns: dict[str, Mapping[int, Tensor]] = {
         "old_logprobs_BT": scores.old_logprobs,

@@ -131,7 +131,6 @@ class TrainingStop:
         return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
     def note_step(self, seconds: float) -> None:
-        """Record the duration of a step, seconds."""
         self._step_times.append(seconds)
         self._tell()
 

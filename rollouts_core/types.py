@@ -141,7 +141,6 @@ class Sample:
 
 
 def sample_from_json(record: Mapping[str, Any]) -> Sample:  # Any: JSON
-    """Rebuild a sample from the output of `Sample.to_json`."""
     known = {f.name for f in fields(Sample)}
     values = {key: value for key, value in record.items() if key in known}
     if not isinstance(values["prompt"], str):

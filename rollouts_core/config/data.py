@@ -83,7 +83,6 @@ class DataConfig(Record):
     `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
-        """The types of the CSV columns of the file in the setting `name`."""
         return self.columns.get(name, {})
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""`deployment`: GPUs, processes and ports on the node. These settings never change a result."""
+"""`deployment`: GPUs, processes and ports on the node."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class DeploymentConfig(Record):
 
     @property
     def num_trainer_processes(self) -> int:
-        """Number of processes that train together."""
         return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
 
     @property

@@ -60,7 +60,6 @@ class Bucket(NamedTuple):
 
 
 def load_curves(report: ReportInput) -> list[CurveSection]:
-    """The charts of each training stage."""
     sections = []
     for training in report.trainings:
         metrics = read_metrics(RunDirectory(training.run_dir).metrics)

@@ -354,7 +354,6 @@ def split_chunks(kept: Iterable[KeptStep]) -> Iterator[tuple[int, list[str]]]:
 
 
 def group_texts(step: KeptStep) -> list[str]:
-    """The groups of a step as JSON."""
     return zlib.decompress(step.draft).decode().splitlines()
 
 

@@ -136,7 +136,6 @@ def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
 
 
 def describe_live_curves(run: LiveRun, *_: object) -> list[JsonObject]:
-    """The curves of all trainings so far, thinned."""
     sections = []
     for stage in run.stages:
         if not is_training(stage.name):

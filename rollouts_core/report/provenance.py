@@ -168,7 +168,6 @@ def describe_settings(config: Config | None) -> list[Setting]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
-    """The default of each section of the configuration that has a default."""
     sections = {name: field for name, field in type(config).model_fields.items() if not field.is_required()}
     defaults = {name: field.get_default(call_default_factory=True) for name, field in sections.items()}
     return {
@@ -178,7 +177,6 @@ def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON
-    """Each setting with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")

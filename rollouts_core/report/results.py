@@ -51,7 +51,6 @@ class ScoreDisplay:
 
     @property
     def is_lower_better(self) -> bool:
-        """Whether a lower shown number is better."""
         return self.factor < 0
 
 

@@ -66,7 +66,6 @@ def load_vocabulary(directory: Path) -> Vocabulary:
 
 
 def read_vocabulary(tokenizer: dict[str, Any], config: dict[str, Any]) -> Vocabulary:  # Any: JSON
-    """The vocabulary in the contents of tokenizer.json and tokenizer_config.json."""
     pieces = tokenizer["model"]["vocab"]
     numbered = enumerate(piece for piece, _ in pieces) if isinstance(pieces, list) else _by_id(pieces)
     named = json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])

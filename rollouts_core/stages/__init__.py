@@ -75,7 +75,6 @@ def stages_of(mode: str) -> tuple[StagePlace, ...]:
 
 
 def trainings_of(mode: str) -> tuple[StagePlace, ...]:
-    """The training stages of a run, in order."""
     return tuple(place for place in stages_of(mode) if place.kind.trains)
 
 

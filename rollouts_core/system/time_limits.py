@@ -70,7 +70,6 @@ class _Clock:
 
     @property
     def left_s(self) -> float:
-        """The call's remaining seconds."""
         return self._left_s if self._num_waits else self._deadline - monotonic()
 
     def stop(self) -> None:
