@@ -1,8 +1,8 @@
 """`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
 
 Exit codes: 0 done, 1 failed, 2 the user must change something, 75 one of several machines is gone and a restart may
-help, 76 a GPU was full and the next start needs less memory. With 2, 75 and 76 the last line of the output says what to
-do.
+help, 76 a GPU was full and the next start needs less memory. With exit code 2, 75 or 76, the last line of the output
+says what to do.
 """
 
 from __future__ import annotations
@@ -185,13 +185,14 @@ def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
 
 
 def tell_saved_step(directory: RunDirectory) -> None:
-    """Write the saved step for the record of the job's end, because loading takes a while and may be interrupted."""
+    """Write the last saved step to stop.json before the model is loaded, because a stop during loading reports that
+    step too."""
     stop = TrainingStop(told=directory.stop_state, attempt=attempt_number())
     stop.note_saved(newest_step(directory.checkpoints))
 
 
 def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[Unit | None]:
-    """The connection to the other machines of a training; a null context without them."""
+    """The connection to the other machines of a training; a null context if the training runs on one machine."""
     if not isinstance(job, TrainingJob) or not job.further_trainers:
         return contextlib.nullcontext()
     key = read_key(OWN_KEY_VARIABLE, "further_trainers")
@@ -233,10 +234,10 @@ def need_less_memory(job: TrainingJob, directory: RunDirectory, reason: str) -> 
 
 
 def describe_full_gpu(job: Job, reason: str, tried: Sequence[str] = ()) -> str:
-    """A sentence about a full GPU, with the settings that lower the job's need.
+    """An error message about a full GPU, with the settings that lower the memory that the job needs.
 
     Args:
-        tried: settings that the job lowered itself.
+        tried: settings that the run already lowered by itself, as assignments.
     """
     from rollouts_core.checks.resource_needs import find_remedies  # only this function needs it
 
@@ -259,7 +260,7 @@ def _fail(directory: RunDirectory, message: str, *, code: int = USER_ERROR_CODE)
     sys.stderr.write(f"rollouts: {message}\n")
     if is_follower():
         return code
-    # On a full disk the event cannot be written.
+    # Writing the event fails if the disk is full.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("failed", message=message)
     return code
@@ -283,7 +284,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     ensure_utf8()
-    gc.disable()  # imports leave no garbage, and collecting takes a fifth of the time
+    gc.disable()  # imports leave no garbage, and garbage collection would take a fifth of their time
     if is_launched():
         run_worker(main)
     sys.exit(main())

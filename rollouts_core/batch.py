@@ -37,7 +37,7 @@ Row = Sequence[Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Indices into the rows of a batch, laid end to end.
+    """Indices into the positions of a batch whose rows are laid end to end.
 
     The indices are computed on the CPU, so that no caller waits for a GPU.
     """
@@ -59,7 +59,6 @@ class RowLayout:
     """Whether some samples of a row share a prompt."""
 
     def to(self, device: torch.device) -> RowLayout:
-        """Return a layout whose tensors are on `device`."""
         return replace(
             self,
             scored_N=to_device(self.scored_N, device),
@@ -84,8 +83,8 @@ class TrainBatch:
 
     Index t of each tensor describes `targets_BT[:, t]`.
 
-    In this class, a step is one optimizer update. The totals of a step count all batches whose gradients that update
-    adds.
+    In this class, a step is one optimizer update. Fields with totals of a step count all batches whose gradients are
+    added for that update.
     """
 
     inputs_BT: Tensor
@@ -217,7 +216,8 @@ def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
     """Split a row into runs of samples that share a prompt. Each result is a run and its number of shared positions.
 
     The shared positions are the leading positions at which all samples of the run have equal tokens and no target is
-    scored. The next sample of the same group joins the run unless this would reduce the number of shared positions.
+    scored. The next sample of the same group joins a run if their leading tokens are equal, and if the run has only one
+    sample or keeps its number of shared positions.
     """
     found: list[tuple[list[Sample], int]] = []
     for sample in row:

@@ -37,11 +37,11 @@ BESIDE_MODEL = ("trainer/", "adapter/")
 """Folders of a checkpoint whose files do not count for the digest of its model."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
-"""Suffixes of files that a program may load or run from a checkpoint. A file with such a suffix must be in the
+"""Suffixes of files that a program may load or run from a checkpoint. A file with one of these suffixes must be in the
 manifest."""
 SETTLED_NS = 2_000_000_000
-"""Age of a file's last change below which the file is always hashed again, nanoseconds. File system clocks are
-coarse."""
+"""Nanoseconds. A file that changed more recently is always hashed again, because the coarse clocks of file systems may
+hide its next change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,12 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """Settings and inputs of the training, by name (`run_checkpoints.describe_settings`)."""
     is_early: bool = False
-    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes such a
+    """True if the checkpoint was written only because the user stopped the training. A resumed run deletes the early
     checkpoint after its next checkpoint, so that the run ends with the same checkpoints as a run that was never
     stopped."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the settings."""
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -168,7 +167,7 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         by_size_alone: compare sizes only, without reading the files.
 
     Raises:
-        CheckpointError: a file is missing, differs from the manifest, or was added. The error names the first such
+        CheckpointError: a file is missing, differs from the manifest, or was added. The message names the first wrong
             file.
     """
     manifest = load_manifest(path)
@@ -225,8 +224,8 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
 def set_damaged_aside(parent: Path) -> list[Path]:
     """Rename damaged checkpoints, so that no run loads them, and return their new paths.
 
-    Checkpoints before the newest intact checkpoint are compared by file size only. A resumed run does not need these
-    checkpoints, hashing large files takes hours, and every checkpoint is verified when it is loaded.
+    Checkpoints before the newest intact checkpoint are compared by file size only, because hashing can take hours and a
+    resumed run does not need them. Every checkpoint is verified completely before it is loaded.
     """
     moved = []
     has_whole = False
@@ -267,18 +266,18 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     manifest = verify_checkpoint(source)
     path = step_directory(parent, manifest.step)
     with new_directory(path) as partial:
-        # a file that the manifest does not list may link to another user's file
+        # copy only listed files, because another file could be a link to another user's file
         for name in (*manifest.files, MANIFEST):
             link_or_copy(source / name, partial / name)
     return path
 
 
 def prune_checkpoints(parent: Path, *, newest: Path, keep: int, best: Iterable[int] = ()) -> None:
-    """Delete all checkpoints except `newest`, the `keep` last, and those of the steps in `best`.
+    """Delete all checkpoints except `newest`, the last `keep` checkpoints, and the checkpoints of the steps in `best`.
 
     Checkpoints after `newest` are deleted: they are damaged leftovers of an earlier attempt. A checkpoint that was
-    written because the user stopped the run does not count as one of the `keep` last. Such a checkpoint is deleted when
-    a newer checkpoint exists, so that the result equals the result of a run that was never stopped.
+    written only because the user stopped the run does not count as one of the last `keep`, and is deleted as soon as a
+    newer checkpoint exists. The run then ends with the same checkpoints as a run that was never stopped.
     """
     checkpoints = list_checkpoints(parent)
     if _is_early(newest):

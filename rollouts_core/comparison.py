@@ -24,8 +24,8 @@ VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
 """The last words of every verdict. The same training with another seed gives a checkpoint whose score may differ by
 several points."""
 MAX_EFFECTIVE_ROWS = 1_000.0
-"""Upper limit of the weight of one row in Wilson's interval, in rows with scores of 0 or 1. The limit applies if the
-scores hardly vary."""
+"""Wilson's interval counts a row as at most this many rows with a score of 0 or 1. Scores that hardly vary reach this
+limit."""
 MAX_NUMBERS = 1 << 21
 """Limit for the number of values in one resampling array; 2**21 values take 16 MB."""
 
@@ -142,7 +142,7 @@ def judge_improvement(
     Args:
         names: names of the baseline and the candidate, for the verdict's sentence.
         max_p_value: the highest p-value that is accepted; 1 accepts every result without a test.
-        margin: improvement that the candidate needs. A negative margin is the loss that the candidate may have.
+        margin: improvement that the candidate needs. A negative margin permits this loss of score.
     """
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
@@ -197,7 +197,7 @@ def _share_of_variance(every: Sequence[np.ndarray]) -> float:
 def _wilson_interval(values: np.ndarray, share_of_variance: float) -> tuple[float, float]:
     """Wilson's interval for scores between 0 and 1.
 
-    With a smaller variance, each row counts as proportionally more rows.
+    Each row counts as 1 / `share_of_variance` rows, because scores with a smaller variance are more certain.
 
     Sources: Wilson 1927; for the effective number of rows, Franco et al. 2019.
     """

@@ -63,7 +63,7 @@ class RewardError(InputError):
 
 
 class NoMemoryError(InputError):
-    """The settings need more memory than is available. The text names the settings to lower."""
+    """The settings need more memory than is available. The message names the settings to lower."""
 
 
 class NoSignalError(InputError):
@@ -73,7 +73,7 @@ class NoSignalError(InputError):
 
 
 class StoppedByRuleError(InputError):
-    """The training ended because of a warning whose rule its setting `stop_on` names."""
+    """The training ended because a rule that its setting `stop_on` names raised a warning."""
 
 
 class EngineError(RolloutsError):
@@ -89,7 +89,7 @@ class EngineBusyError(EngineUnavailableError):
 
     Args:
         problem: the engine's answer.
-        retry_after_s: delay that the engine asked for, seconds; 0 if it asked for none.
+        retry_after_s: delay before a retry that the engine requested, seconds; 0 if the engine requested none.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:

@@ -152,7 +152,6 @@ async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) ->
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
-    """The ungenerated samples of each prompt."""
     return [
         build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
     ]
@@ -188,7 +187,7 @@ def outcomes_by_prompt(
 ) -> dict[str, Any]:  # Any: JSON
     """The number of right samples of each prompt, and the outcome of their majority vote if there is a vote function.
 
-    The result has the fields that a checkpoint with several samples per prompt has in result.json.
+    The dict has the fields that result.json adds for a checkpoint with several samples per prompt.
 
     Raises:
         RewardError: the environment's vote function raised.
@@ -218,8 +217,8 @@ def _vote(vote_fn: VoteFn, sample: Sample) -> str | None:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """The score of each demonstration: minus the mean loss over its trained tokens. Uses the first GPU of the machine,
-    if any.
+    """The score of each demonstration: minus the mean loss over its trained tokens. Computes on the machine's first
+    GPU, or on the CPU if it has none.
 
     Raises:
         DivergedError: a loss is not finite.
@@ -251,7 +250,6 @@ def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout settings for sampling in an evaluation."""
     sampling = rollout.sampling.model_copy(update={"temperature": evaluation.temperature})
     return rollout.model_copy(
         update={

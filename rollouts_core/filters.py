@@ -1,7 +1,7 @@
 """Decide which groups of samples are worth training on. A group has the samples of one prompt.
 
-A sample whose reward could not be computed has the reward None, and filters of rewards ignore it. A trajectory counts
-once, even if it has several samples.
+A sample whose reward could not be computed has the reward None. Filters that compare rewards ignore a sample without a
+reward. A trajectory counts once, even if it has several samples.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
 def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
     """Return a filter that keeps a group if all `filters` keep it.
 
-    Otherwise the decision has the reason of the first filter that drops the group.
+    For a dropped group, the decision has the reason of the first filter that drops the group.
     """
 
     def check_all(group: Sequence[Sample]) -> FilterDecision:
@@ -111,7 +111,6 @@ def scored_rewards(group: Sequence[Sample]) -> list[float]:
 
 
 def _last_samples(group: Sequence[Sample]) -> list[Sample]:
-    """The last sample of each trajectory."""
     return [group[places[-1]] for places in trajectory_places(group)]
 
 

@@ -30,5 +30,4 @@ def split_findings(findings: Iterable[str]) -> tuple[list[str], list[Caution]]:
 
 
 def count_cautions(cautions: Sequence[Caution]) -> str:
-    """The number of warnings as text."""
     return "1 warning" if len(cautions) == 1 else f"{len(cautions)} warnings"

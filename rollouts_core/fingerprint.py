@@ -25,7 +25,8 @@ from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 12
-"""Version of the code's effect. Increase it if the same settings and data give another result after a code change."""
+"""Version of the results that the code computes. Increase the version if the same settings and data give another result
+after a code change."""
 
 FINGERPRINT_CHARS = 16
 
@@ -73,7 +74,7 @@ def affecting_settings(
     """The fields of a record that can change a result and whose values differ from the defaults, as JSON values.
 
     Args:
-        default: default of the record in the section that contains it. This default may differ from the default of the
+        default: the record's default in the section that contains the record, which may differ from the default of the
             record's type.
         unless_marked: fields with one of these marks are left out.
     """

@@ -1,7 +1,7 @@
 """The content of job.json: one record per kind of job, with its settings and inputs.
 
-The orchestrator builds these records, so this file must not import torch. Inputs are named by path and digest; the
-digest is part of the job's identity, the path is not.
+The orchestrator builds these records, so this file must not import torch. A job names each input by its path and its
+digest. Only the digest enters the job's fingerprint, because paths differ between machines.
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ class InputFile(Record):
     digest: str
     """sha256 of the content, verified before use."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
-    """Types of the columns of a CSV file that are not text."""
+    """Types of CSV columns by column name. Columns that are not listed are text."""
 
 
 class InputDataset(DatasetConfig):
-    """A dataset that a job reads, and its share of the rows."""
+    """A dataset of demonstrations that an SFT job reads, with its digest."""
 
     digest: str
-    """sha256 of the content, verified when opened; for a dataset of the hub, the digest of its name and commit."""
+    """sha256 of the dataset's files, verified when the job opens the dataset. For a hub dataset: digest of its name and
+    commit."""
 
 
 class InputModel(Record):
     """A checkpoint that a job reads."""
 
     name: str
-    """Name in results: base, or step_000100."""
+    """Name of the checkpoint in results, for example base or step_000100."""
     model: ModelConfig
     """Settings for loading the model."""
     digest: str
-    """Digest of its content."""
+    """Digest of the checkpoint's content."""
     step: int = 0
     """Training steps before this checkpoint."""
 
 
 class EngineAddress(Record):
-    """An engine that a job may use."""
+    """Address and lease of an inference engine that an RL job uses."""
 
     kind: EngineKind = Field("embedded", validation_alias=AliasChoices("kind", "provider"))
     """Kind of the engine. In jobs that earlier versions wrote, the field is named `provider`."""
@@ -77,26 +78,28 @@ class EngineAddress(Record):
     url: str
     """Base URL, reachable from the job."""
     lease_file: str
-    """File whose modification time the job renews. The engine ends soon after the renewals stop."""
+    """The engine's lease file, whose modification time the job updates every few seconds. The engine ends soon after
+    these updates stop."""
     lease_url: str = ""
-    """URL to renew the lease if the file is on another node; empty if the job can write the file."""
+    """URL to which the job sends lease renewals if the lease file is on another node; empty if the job can write the
+    file."""
 
 
 class FurtherTrainer(Record):
-    """Another machine that trains together with the leader."""
+    """A machine, other than the leader, that trains together with the leader."""
 
     name: str
     """Name of the machine, for messages."""
     host: str
-    """IP address in the common network; the machine's launcher waits there for the leader."""
+    """IP address at which the machine's launcher waits for the leader's connection."""
     port: int = Field(ge=1, le=65535)
-    """Port of the waiting launcher."""
+    """Port at which the machine's launcher waits for the leader's connection."""
     run_dir: str
     """Run directory of the job on that machine."""
 
 
 class TrainingJob(Record):
-    """Train a model: the common part of all training jobs."""
+    """Base class of the jobs that train a model."""
 
     kind: str
     """The name of the training's StageKind."""
@@ -105,13 +108,14 @@ class TrainingJob(Record):
     training: SFTTrainingConfig | RLTrainingConfig
     """The settings of the training."""
     resume_digest: str = ""
-    """Digest of the checkpoint in training.resume_from; empty without one."""
+    """Digest of the checkpoint that `training.resume_from` names; empty if the setting is empty."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
+    """CPU threads and GPUs that the job uses."""
     further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
-    """The other machines of the training; each runs the same job."""
+    """The machines of the training without the leader. Each machine runs the same job."""
     node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Number of this machine. 0 is the leader, which runs the loop and writes files; `further_trainers` follow."""
+    """Number of this machine. 0 is the leader, which runs the training loop and writes files. 1, 2, ... are the
+    machines in `further_trainers`, in order."""
 
     @property
     @abstractmethod
@@ -120,7 +124,7 @@ class TrainingJob(Record):
 
     @property
     def graders(self) -> RolloutConfig | None:
-        """The settings that grade completions during the training; None if the job grades nothing."""
+        """The settings with which the job grades completions during training; None if the job grades no completions."""
         return None
 
     @property
@@ -134,11 +138,11 @@ class SFTJob(TrainingJob):
 
     kind: Literal["sft"] = "sft"
     data: tuple[InputDataset, ...] = Field(min_length=1)
-    """Demonstrations."""
+    """Datasets of demonstrations to train on."""
     eval_data: InputFile | None = None
-    """Demonstrations for the evaluation loss."""
+    """Demonstrations whose loss is measured during training; None for no measurement."""
     streaming: bool = Field(False, json_schema_extra=PLACEMENT)
-    """Whether the data are read and tokenized during training."""
+    """Whether the data are read and tokenized during training instead of before it."""
     training: SFTTrainingConfig
     """The settings of SFT."""
 
@@ -155,15 +159,16 @@ class RLJob(TrainingJob):
     prompts: InputFile | None = None
     """Prompts to sample completions for."""
     rollouts: InputFile | None = None
-    """Folder of recorded rollouts, if the job samples nothing."""
+    """Folder of recorded rollouts to train on; None if the job samples completions for `prompts`."""
     training: RLTrainingConfig
     """The settings of RL."""
     rollout: RolloutConfig
     """Settings of sampling, grading and filtering."""
     plugin_digest: str = ""
-    """Digest of the user's own packages that the settings name."""
+    """Digest of the user's code and of local grading models that the settings name."""
     sends_adapters: bool = False
-    """Adapters reach the engines as adapters if these can take them, instead of merged into the weights."""
+    """True: send LoRA adapters to engines that can load adapters. False: merge adapters into the weights before sending
+    them."""
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
     """The engines that generate completions."""
 
@@ -181,12 +186,14 @@ class RLJob(TrainingJob):
 
     @property
     def graders(self) -> RolloutConfig | None:
-        """The settings of grading; recorded rollouts already have rewards."""
+        """The settings with which the job grades completions; None for recorded rollouts, which already have
+        rewards."""
         return self.rollout if self.prompts else None
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The modules of sampling, grading, filtering and the loss."""
+        """The modules of the user's functions for sampling, grading, filtering and the loss, by the settings that name
+        them."""
         return {**self.rollout.modules_named, **self.training.modules_named}
 
     @property
@@ -203,23 +210,23 @@ class EvalJob(Record):
     checkpoints: tuple[InputModel, ...] = Field(min_length=1)
     """Checkpoints to score, in order of training."""
     data: InputFile
-    """Rows for all checkpoints."""
+    """File of rows on which each checkpoint is scored."""
     evaluation: EvaluationConfig
-    """Metric and sampling settings."""
+    """Metric of the scores, and settings for sampling completions."""
     rollout: RolloutConfig = RolloutConfig()
-    """Rewards and token limits, for the metric accuracy."""
+    """Rewards and token limits of completions. Used only with the metric accuracy."""
     training: SFTTrainingConfig = SFTTrainingConfig()
-    """Settings of the loss, for the metric loss."""
+    """Settings that choose the tokens of the loss. Used only with the metric loss."""
     is_selection: bool = Field(False, json_schema_extra=PLACEMENT)
-    """Whether the job selects a checkpoint. A selection skips a checkpoint with non-finite numbers; a comparison ends
-    with an error. Does not change scores."""
+    """True if the job selects a checkpoint of a training, False if it compares models. If a checkpoint computes NaN or
+    infinite numbers, a selection skips the checkpoint, but a comparison ends with an error."""
     plugin_digest: str = ""
-    """Digest of the user's own packages that the settings name."""
+    """Digest of the user's code and of local grading models that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
+    """CPU threads and GPUs that the job uses."""
 
     def _broken_rules(self) -> Iterator[str]:
-        # Samples are stored, and requested again, by the checkpoint's name.
+        # Samples are stored and reused by the checkpoint's name, so different checkpoints need different names.
         digests: dict[str, str] = {}
         for each in self.checkpoints:
             if digests.setdefault(each.name, each.digest) != each.digest:
@@ -237,11 +244,11 @@ class GenerateJob(Record):
     rollout: RolloutConfig
     """Settings of sampling and grading."""
     max_prompts: int = Field(1024, ge=1)
-    """Highest number of rows used, from the start of the file."""
+    """Largest number of rows of `prompts` that are used, from the start of the file."""
     plugin_digest: str = ""
-    """Digest of the user's own packages that the settings name."""
+    """Digest of the user's code and of local grading models that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
+    """CPU threads and GPUs that the job uses."""
 
 
 class ServeJob(Record):
@@ -257,18 +264,20 @@ class ServeJob(Record):
     lease_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
     """Port for lease renewals by a trainer on another node; 0 if the trainer is on this node."""
     parent_pid: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Process id of the starter; the server ends when that process ends. 0: no such process."""
+    """Id of the process that started the server. The server ends when that process ends. 0: the server depends on no
+    process."""
     context_length: int = Field(ge=0)
-    """Highest number of prompt and completion tokens of one request. 0: as many as the model and the memory allow."""
+    """Largest number of prompt and completion tokens of one request together. 0: as many as the model and the memory
+    allow."""
     served_name: str = Field("", json_schema_extra=PLACEMENT)
-    """Name of the model in people's requests, which have texts. Empty: the server is for RL, and takes token ids and
-    new weights."""
+    """Name of the model in users' requests, which contain text. Empty: a server for RL, which accepts token ids and new
+    weights."""
     engine: EngineConfig = EngineConfig()
     """Kind and settings of the server."""
     adapter_rank: int = Field(0, ge=0)
-    """Highest rank of adapters that the server must take; 0 if it gets weights alone."""
+    """Largest rank of LoRA adapters that the server must be able to load; 0 if it gets only full weights."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
+    """CPU threads and GPUs that the job uses."""
 
 
 Job = TrainingJob | EvalJob | GenerateJob | ServeJob
@@ -286,7 +295,7 @@ OTHER_JOBS: dict[str, type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "generate": GenerateJob,
     "serve": ServeJob,
 }
-"""The kinds of jobs that do not train."""
+"""For each kind of job that does not train, its record class."""
 JOB_KINDS = (*TRAININGS, *OTHER_JOBS)
 
 

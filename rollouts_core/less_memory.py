@@ -4,8 +4,8 @@
                                                      |
         the next attempts' settings <- with_less <---+
 
-Each attempt gets a new job.json, so the events store the lowered settings. These settings change only the order of sums
-and are not part of a stage's identity.
+Each attempt gets a new job.json, so the events store the lowered settings. The lowered settings change only the order
+of sums, so they are not part of a stage's fingerprint.
 
 Not here: restarting the job (infra/supervisor/supervise.py; tasks/stage.py for several machines).
 """
@@ -30,8 +30,7 @@ LESS_MEMORY = "less_memory"
 FULL_GPU = re.compile(
     r"^RESOURCE_EXHAUSTED|\b(CUDA|HIP) (error|failure \d+):? '?out of memory|_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
-"""Matches error texts about a full GPU. Only torch's allocator raises OutOfMemoryError, not the driver, cuBLAS or
-NCCL."""
+"""Matches error texts about a full GPU. The driver, cuBLAS and NCCL do not raise torch's OutOfMemoryError."""
 RECOMPUTED = "policy.activation_checkpointing"
 
 JobT = TypeVar("JobT", bound=TrainingJob)
@@ -65,7 +64,7 @@ def find_lowered(job: TrainingJob, directory: RunDirectory) -> list[Lowered]:
 
 
 def with_less(job: JobT, directory: RunDirectory) -> JobT:
-    """The job with the settings that earlier attempts lowered. A configured value stays if this value is even lower."""
+    """The job with the settings that earlier attempts lowered. A configured value that is even lower stays."""
     training = job.training
     for lowered in find_lowered(job, directory):
         if lowered.setting == RECOMPUTED:
@@ -78,7 +77,7 @@ def with_less(job: JobT, directory: RunDirectory) -> JobT:
 
 
 def find_next(job: TrainingJob, directory: RunDirectory) -> Lowered | None:
-    """The next setting to lower; None if no such setting is left, or if the job must stop at a full GPU.
+    """The next setting to lower; None if no setting can be lowered further, or if the job must stop at a full GPU.
 
     Args:
         job: result of `with_less`.
@@ -94,18 +93,19 @@ def find_next(job: TrainingJob, directory: RunDirectory) -> Lowered | None:
 
 
 def smaller_sft_batch(training: SFTTrainingConfig, directory: RunDirectory, num_processes: int) -> Lowered | None:
-    """Lower the rows per pass of a device to half or less; None if a pass has one row."""
+    """The `micro_batch_size` that at least halves the rows per pass of a device; None if a pass has one row."""
     num_rows = min(training.micro_batch_size, -(-training.batch_size // num_processes))
     smaller = [size for size in range(1, num_rows // 2 + 1) if training.batch_size % size == 0]
     return Lowered("micro_batch_size", training.micro_batch_size, smaller[-1]) if smaller else None
 
 
 def smaller_rl_batch(training: RLTrainingConfig, directory: RunDirectory, num_processes: int) -> Lowered | None:
-    """Lower the tokens per pass to half, but not below the longest sample of the last step; None at this length.
+    """The `max_micro_batch_tokens` that halves the tokens per pass, but fits the longest sample of the last step. None
+    if the setting is already that low.
 
-    A limit below the longest sample would have no effect, because a pass has at least one row.
+    A value below the longest sample would have no effect, because a pass has at least one row.
     """
-    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # the file is written before the step
+    newest = max(directory.samples.glob("step_*.jsonl"), default=None)  # a step's file is written before its training
     lengths = [len(line["tokens"]) for line in read_json_lines(newest)] if newest else []
     if not lengths:
         return None

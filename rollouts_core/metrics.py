@@ -80,7 +80,7 @@ class JSONLLogger:
 
 
 def keep_logged(metrics_logger: MetricsLogger | None) -> None:
-    """If the logger is a `JSONLLogger`, flush its lines to disk. Other loggers are left alone."""
+    """If the logger is a `JSONLLogger`, flush its lines to disk. For another logger, nothing is done."""
     if isinstance(metrics_logger, JSONLLogger):
         metrics_logger.sync()
 
@@ -100,7 +100,7 @@ class EventLog:
         os.fsync(self._file.fileno())
 
     def warn(self, message: str, **details: Any) -> None:  # Any: JSON
-        """Log a warning and append the warning as an event. An empty text does nothing."""
+        """Log a warning and append the warning as an event. Does nothing if `message` is empty."""
         if message:
             logger.warning("%s", message)
             self.write("warning", message=message, **details)
@@ -133,9 +133,9 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
     Only the chosen lines are parsed, because finding the starts of all lines takes a tenth of the time of parsing them.
 
     Args:
-        max_lines: if a file has many more lines, about this many are read.
-        rare: a key that only few lines may have. Every n-th line is chosen separately among lines with and without this
-            key.
+        max_lines: approximate number of lines that are read from a longer file.
+        rare: a key that only few lines may have. Lines with this key and lines without this key are thinned separately,
+            so that enough lines with the key are kept.
     """
     if not path.is_file():
         return []

@@ -1,6 +1,6 @@
 """Collect configuration errors, so that one check shows all errors at once.
 
-`checks/validate.py` and `config/messages.py` raise the errors.
+`checks/validate.py` and `config/files.py` find the errors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Mistakes:
     """The errors that several checks raised, each with the setting that it belongs to.
 
     Args:
-        kinds: exception types to collect. Several errors are raised as one exception, whose type is the first of these
-            types that any of the errors has.
+        kinds: exception types to collect. Several errors are raised as one exception, of the first listed type that any
+            of the errors has.
     """
 
     def __init__(self, *kinds: type[Exception]) -> None:
@@ -42,7 +42,7 @@ class Mistakes:
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
-        """Sort the errors in the order in which these settings occur in the configuration file."""
+        """Sort the errors in the order in which their settings occur in the configuration file."""
         self._settings = settings
 
     def leave_out(self, setting: str) -> None:
@@ -100,7 +100,7 @@ class Mistakes:
     def check(self) -> None:
         """Raise the collected errors.
 
-        A single error is raised unchanged; several errors become one exception with a line for each.
+        A single error keeps its type. Several errors become one exception with a line for each error.
 
         Raises:
             Exception: an exception whose type is among the collected types.

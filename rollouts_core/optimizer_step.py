@@ -30,10 +30,10 @@ async def update_policy(
     """Add the gradients of the micro-batches, then take an optimizer step.
 
     Args:
-        stop: until the weights change, a stop request can give up the step; from then on, the request waits.
+        stop: a stop request may abandon the step until its weights change; afterwards, the request waits for the step.
 
     Returns:
-        The update's metrics with `num_nonfinite` = 0. If the update was skipped, only `num_nonfinite` = 1.
+        The update's metrics with `num_nonfinite` = 0; for a skipped update, only `num_nonfinite` = 1.
 
     Raises:
         NonFiniteError: the loss or gradient is NaN or infinite and `on_nonfinite` is "stop". The message names the
@@ -44,7 +44,8 @@ async def update_policy(
     try:
         for micro_batch in micro_batches:
             added = backend.forward_backward(micro_batch)
-            # the device still computes, so the rest of the step is submitted first
+            # The device still computes a LateTrainFuture, so submit the rest of the step before waiting for the
+            # metrics.
             if isinstance(added, LateTrainFuture):
                 late.append((micro_batch, added))
             else:
@@ -54,7 +55,7 @@ async def update_policy(
         if stop:
             stop.hold()
         stepped = backend.optim_step()
-        # raise its error here: after a failed step, metrics may be missing, or ranks that send them
+        # Raise the error of a failed step before waiting for metrics, because the ranks that send them may have ended.
         if isinstance(stepped, FailedTrainFuture):
             await stepped.result()
         await _collect_late(results, late)

@@ -3,8 +3,8 @@
     n completions of a prompt, c of them right  ->  pass@k = 1 - C(n - c, k) / C(n, k)
     their final answers, as votes               ->  majority@n = whether the most frequent answer is right
 
-`comparison.py` averages, resamples and compares these numbers like any score. A prompt counts as one row there, so
-completions of the same prompt never count as independent.
+`comparison.py` averages, resamples and compares these numbers like any score. Each prompt is one row of a comparison,
+so completions of the same prompt never count as independent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority_at_n(votes: Sequence[str | None], is_right: Sequence[bool]) -> float:
-    """The mean, over the most frequent answers, of the share of right completions among those with the answer.
+    """The share of right completions among the completions with the most frequent answer. If several answers are
+    equally frequent: the mean of their shares.
 
-    Usually one answer is the most frequent and its completions are all right (result 1) or all wrong (result 0).
+    Usually the completions with the most frequent answer are all right (result 1) or all wrong (result 0).
 
     Args:
         votes: the final answer of each completion. None counts as no vote.

@@ -3,8 +3,8 @@
     [project.entry-points."rollouts.objectives"]         the registry's group
     mine = "my_package.losses:MINE"                      name for a configuration = where the value is defined
 
-To look up a built-in name, no installed package is read. To look up another name, only the package with that entry
-point is imported. A package that cannot be used is left out with one warning.
+To look up a built-in name, no installed package is read. To look up the name of an entry point, only the package with
+this entry point is imported. An entry point that cannot be used is left out with one warning.
 
 `infra/plugins.py` is a symbolic link to this file, because infra must not import rollouts_core, and a rented machine
 has only the package rollouts_core.

@@ -1,8 +1,8 @@
 """Generate the quickstart's data: demonstrations, prompts, a tokenizer and an untrained model.
 
-Some demonstrations add column by column and are right. The other demonstrations give a number at once and are mostly
-wrong. A model that imitates both kinds is right in some cases, so RL can improve it by preferring the column-by-column
-kind.
+Some demonstrations add column by column and are right. The other demonstrations give only a sum, and most of these sums
+are wrong. A model that imitates all demonstrations is right in some cases, so RL can improve it by preferring
+column-by-column addition.
 
 The files depend only on `QuickstartSize` and on the seed of the model's weights.
 """
@@ -38,7 +38,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HELDOUT_SHARE = 10
-"""Number of additions per held-out addition. A checksum decides which additions are kept out of all training data."""
+"""One in this many additions is held out, which means kept out of all training data. A checksum of the question decides
+which additions are held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,9 @@ class QuickstartSize:
     num_selection_prompts: int = 200
     num_heldout_prompts: int = 400
     worked_share: float = 0.4
-    """Share of the demonstrations that add column by column. The other demonstrations give a number at once."""
+    """Share of the demonstrations that add column by column. The other demonstrations give only a sum."""
     wrong_share: float = 0.7
-    """Share of the demonstrations with a wrong number among those that give a number at once."""
+    """Share of wrong demonstrations among the demonstrations that give only a sum."""
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -67,7 +68,7 @@ SMALL_SIZE = QuickstartSize(
     hidden_size=32,
     num_layers=2,
 )
-"""The size for tests and rehearsals. Every stage runs within seconds, but the model is too small to learn."""
+"""The size for tests and rehearsals of a run. Every stage runs within seconds, but the model is too small to learn."""
 
 
 def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:
@@ -98,7 +99,8 @@ def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int =
 
 
 def build_character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character. Its chat template marks each role with a special token."""
+    """Return a tokenizer with one token per character, and a chat template that marks each role with a special
+    token."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -115,7 +117,6 @@ def build_character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_untrained_model(tokenizer: PreTrainedTokenizerFast, size: QuickstartSize, *, seed: int) -> Qwen3ForCausalLM:
-    """A small Qwen3 with random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden_size,

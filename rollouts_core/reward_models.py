@@ -116,7 +116,7 @@ def pick_score(scores: Sequence[float], label: int | None, url: str) -> float:
     """Return the score of the label.
 
     Raises:
-        RewardError: the number of scores does not fit the label.
+        RewardError: there are several scores but no label, or the label has no score.
     """
     if label is None and len(scores) != 1:
         raise RewardError(

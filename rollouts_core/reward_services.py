@@ -63,7 +63,7 @@ class BatchedReward:
     Args:
         score: takes samples and returns their rewards, in order.
         batch_size: largest number of samples per call of `score`.
-        has_limit: whether each call of `score` has its own time limit. If so, the wait for a call does not count for
+        has_limit: whether each call of `score` has its own time limit. If True, the wait for a call does not count for
             the time limit of grading.
     """
 
@@ -98,7 +98,8 @@ class BatchedReward:
         return await self._wait_for(future)
 
     async def _wait_for(self, future: asyncio.Future[float | None]) -> float | None:
-        # Each call of `score` has its own time limit, so the wait behind other calls must not count.
+        # Each call of `score` has its own time limit, so the wait for other calls must not count towards the time limit
+        # of grading.
         with uncounted() if self.has_limit else nullcontext():
             # The wait is shielded, because another sample may wait for the same reward when the grading of this sample
             # is cancelled.
@@ -228,7 +229,7 @@ def _create_native_judge(config: RewardConfig) -> AskJudge:
 def render_judge_prompt(template: str, sample: Sample) -> str:
     """The text for the judge: the template with {prompt}, {response} and {answer} replaced.
 
-    Inserted texts are not replaced.
+    Placeholders inside the inserted texts are not replaced.
     """
     asked = "\n\n".join(message["content"] for message in sample.messages)
     values = {"{prompt}": asked, "{response}": sample.response, "{answer}": str(sample.metadata.get("answer", ""))}

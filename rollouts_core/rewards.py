@@ -35,7 +35,7 @@ RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
 """A number with an optional minus sign, ASCII or Unicode. A dash directly after a digit is not a minus sign."""
 THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
-"""A number with commas as thousands separators. Other commas separate numbers."""
+"""A number with commas as thousands separators. A comma at another place separates two numbers."""
 TERMS = "reward_terms"
 """Key of a sample's metadata with the terms of its reward, before their weights are applied."""
 
@@ -193,7 +193,7 @@ class WeightedRewards:
     async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
         """The weighted sum of the terms, and each term before its weight is applied.
 
-        If the sum is None, the terms are left out.
+        If a term is None, the method returns None and an empty dict.
         """
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:

@@ -5,7 +5,7 @@
        +---------------------------- weights, by version, verified <------------------------------------------+
 
 With `rollout.max_staleness` 0, engines and trainer take turns, so all samples of a step come from the same weights.
-With a higher value, the trainer runs in its own thread while the engines generate the next batches.
+With `rollout.max_staleness` above 0, the trainer runs in its own thread while the engines generate the next batches.
 """
 
 from __future__ import annotations
@@ -79,22 +79,22 @@ async def run_rl_training(
 
     With a `checkpoint_dir`, training resumes from the newest intact checkpoint in it. At the start of every attempt,
     the engines load the trainer's weights before any sample is requested. If timing decides which groups a step trains
-    on, the decision is written to `events` before the step, and a resumed run repeats the decision.
+    on, the groups are written to `events` before the step, and a resumed run uses the same groups.
 
     Args:
         rollout_manager: source of the batches: completions sampled for the prompts of `data_buffer`, or recorded
             completions, which need no prompts.
-        target: directory and version names for published weights. None: a folder in `checkpoint_dir`, or a temporary
-            folder, and unique version names.
+        target: directory and version names for published weights. None: unique version names, and a folder in
+            `checkpoint_dir` or else a temporary folder.
         on_credit: called with the advantages of each step's samples, and the scores computed before the step's first
             update.
         is_colocated: the engines free their GPU memory while the trainer trains, and weights are published after every
             step.
         inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
-        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        is_end_asked: called after every step; a result of True saves a checkpoint and ends the training.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
     Raises:
-        ConfigError: `keep_best` would compare rewards of completions that other weights sampled.
+        ConfigError: `keep_best` is set, but a checkpoint's reward would include completions that other weights sampled.
         CheckpointError: the checkpoint has other settings or inputs.
         WeightSyncError: an engine does not take the weights.
         RewardError: a sample has no reward, and the settings do not exclude such samples.
@@ -151,7 +151,8 @@ async def run_rl_training(
             skips.after_step(step, metrics)
             trained = perf_counter()
             metrics |= describe_rollouts(batch) | {"generate_s": generated - began, "train_s": trained - generated}
-            # Weights are published at every checkpoint, because a run that resumes there publishes them first.
+            # Weights are published at every checkpoint, because a run that resumes from the checkpoint first publishes
+            # its weights.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_colocated or (is_publish_due and backend.weight_version != published):
                 checkpoints.note_trained(step, metrics, cursors)
@@ -198,7 +199,7 @@ async def resume(
 ) -> tuple[TrainingState, SkipCounter, SignalWatch]:
     """Load the newest checkpoint and return its state and its counters. Without a checkpoint, the state is step 0.
 
-    `allow_changed` can permit changed settings. Three rules then apply:
+    If `allow_changed` permits changed settings, three rules apply:
 
     - If the data changed, the weights are kept and the data start at their beginning. The old position in the data and
       the unfinished groups have no meaning in the new data.
@@ -208,7 +209,8 @@ async def resume(
       comparable. The logged schedules of the earlier attempt are ignored.
 
     Raises:
-        NoSignalError: the training ended earlier because it had no learning signal, and the limit was not raised.
+        NoSignalError: an earlier attempt ended without learning signal, and `max_steps_without_signal` was not raised
+            since.
     """
     config = checkpoints.config
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
@@ -240,7 +242,8 @@ async def publish_version(
     """Publish the trainer's weights to the engines, give the version to the rollout manager, and return it.
 
     Args:
-        events: log for the publication's event. None when a run starts or resumes.
+        events: log to which the event of the publication is written; None writes no event, as when a run starts or
+            resumes.
         earlier: a version to publish instead of the trainer's weights.
     """
     version = earlier.number if earlier else trainer.weight_version
@@ -264,7 +267,8 @@ def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None
 def find_earlier(
     checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
 ) -> EarlierVersion | None:
-    """The version that engines served when the checkpoint was saved; None if it was the checkpoint's own version."""
+    """The weight version that engines served when the checkpoint was saved; None if they served the checkpoint's own
+    weights."""
     if checkpoints.resumed_from is None or "pending" in state:
         return None
     published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
@@ -297,7 +301,7 @@ def read_cursors(
 
 
 def schedule_of(batch: RolloutBatch) -> Schedule:
-    """The decisions about a batch that depended on timing and on outages."""
+    """The groups of a batch that completed, in order, and the groups that were dropped because of an outage."""
     return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
 
 
@@ -324,7 +328,7 @@ async def train_on_rollouts(
     """Make the optimizer updates of one batch of rollouts. A batch without learning signal gives no update.
 
     Args:
-        stop: a stop request waits while the weights change.
+        stop: makes a stop request wait while the weights change.
         on_credit: called with the advantages, and the scores computed before the first update.
 
     Raises:
@@ -363,7 +367,7 @@ async def train_on_rollouts(
     # the mismatch is measured only in the first update, because later updates see a changed trainer
     if not scores.old_logprobs:
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
-    if find_silent(batch.samples):  # missing log-probs counted as 0 in these metrics
+    if find_silent(batch.samples):  # these metrics counted missing log-probs as 0
         averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 

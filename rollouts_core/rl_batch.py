@@ -3,8 +3,8 @@
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
 
-An update is one optimizer step. The divisors of its means count all samples of the update, including samples without a
-gradient, which are in no row. The split into micro-batches therefore does not change the result.
+An update is one optimizer step. A mean in the loss is divided by a count over all samples of the update, including
+samples without a gradient, which are in no row. The split into micro-batches therefore does not change the result.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prepare_updates(
 ) -> list[list[TrainBatch]]:
     """Return the micro-batches of each update.
 
-    Advantages are computed over the whole batch, totals over each update.
+    Advantages are computed over the whole batch. Totals are computed over each update.
 
     Updates contain whole groups, in order. An update in which no sample has a gradient has no micro-batches.
 
@@ -134,7 +134,7 @@ def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: R
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:
-    """The indices of the samples to score before the first update. Usually these are the samples with a gradient.
+    """The indices of the samples to score before the first update: usually the samples with a gradient.
 
     If the advantages depend on the scores, every trained sample is scored. If no setting needs scores, the list is
     empty.
@@ -157,8 +157,8 @@ def plan_rows(
     row.
 
     Rows of similar length share a micro-batch, so there is little padding. A packed row is at most as long as the
-    longest unit (one sample, or samples that share a prompt). Longer rows would only need more attention over masked
-    tokens.
+    longest unit (one sample, or samples that share a prompt). Longer packed rows would only add attention that the mask
+    discards.
     """
     if not places:
         return []
@@ -217,7 +217,6 @@ def _build_update(
     pad_id: int,
     num_ranks: int,
 ) -> list[TrainBatch]:
-    """Return the micro-batches of one update on the samples at the indices `places`."""
     useful = [place for place in places if has_gradient(samples[place], credit.advantages[place], config)]
     columns: dict[str, Mapping[int, Tensor]] = {
         "old_logprobs_BT": scores.old_logprobs,

@@ -52,13 +52,14 @@ ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss"]
 """Metric that ranks the checkpoints of a run. All checkpoints of the run use the same metric."""
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
-"""Inputs that define the task. Scores are comparable only if these inputs are equal."""
+"""Inputs that define a training's task. Scores of two trainings are comparable only if these inputs are equal."""
 FREE_INPUTS = ("eval_samples", "policy.attention")
 """Inputs that change the weights at most by rounding, so a resumed training may change them."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
-"""Explanations of inputs for errors, if the name alone is not clear."""
+"""Longer names of inputs for error messages, if an input's own name is not clear."""
 LATER_INPUTS = ("data", "eval_samples")
-"""Inputs that checkpoints of earlier versions do not record. In such a checkpoint they count as unchanged."""
+"""Inputs that checkpoints of earlier versions do not record. If a checkpoint lacks such an input, the input counts as
+unchanged."""
 
 
 class _Save(NamedTuple):
@@ -83,7 +84,7 @@ class RunCheckpoints:
         directory: folder of the checkpoints. None disables saving and resuming.
         settings: the result of `describe_settings`. A checkpoint with other settings is refused.
         scored_by: metric that is a checkpoint's score (`score_of_weights`). A checkpoint without it has no score.
-        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        is_end_asked: called after every step; a result of True saves a checkpoint and ends the training.
         before_save: called after the steps of a checkpoint were logged, before the checkpoint is written.
         write_served: called in a thread before a save. If the engines serve weights of an earlier step, the function
             returns a file with these weights, otherwise None.
@@ -140,7 +141,7 @@ class RunCheckpoints:
     async def resume(self) -> TrainingState | None:
         """Load the newest intact checkpoint, or `config.resume_from` if there is none.
 
-        Returns None if neither exists.
+        Returns None if the run has no checkpoint and `config.resume_from` is empty.
 
         Raises:
             CheckpointError: the checkpoint has other settings, another model, or a step beyond `config.num_steps`.
@@ -193,10 +194,10 @@ class RunCheckpoints:
         return step > 0 and (step % self.config.checkpoint_every == 0 or step == self.config.num_steps)
 
     def note_trained(self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
-        """Note that a step's weights are final, although its publication or evaluation may still take long.
+        """Record that a step's weights are final. The step's publication or evaluation may still take long.
 
-        A stop request that cannot wait saves this step, with `metrics` as `pending`. The resumed run then completes the
-        step.
+        A stop request that cannot wait for the publication or evaluation saves the step with `metrics` as `pending`.
+        The resumed run then publishes or evaluates the step.
         """
         if not self.stop.is_watched or self.directory is None:
             return
@@ -211,13 +212,14 @@ class RunCheckpoints:
         *,
         is_over: bool = False,
     ) -> bool:
-        """Complete a save that is finished, and start a save if one is due.
+        """Conclude the running save if its checkpoint is on disk, and start a new save if this step needs a checkpoint.
 
         Returns True if the training ends before its last step.
 
         Args:
             cursors: returns the state, besides the step number, that a resumed run needs.
-            is_over: True if the training loop ends the training after this step for a reason of its own.
+            is_over: True if the training loop ends the training after this step, for example because of a rule in
+                `stop_on`.
 
         Raises:
             StoppedError: a stop was requested. The step is saved.
@@ -266,7 +268,8 @@ class RunCheckpoints:
         return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at, dict(self._scores))
 
     def _note_score(self, step: int, metrics: Metrics) -> None:
-        """Note the score that a step's metrics contain, and forget scores of checkpoints that are never kept again."""
+        """Record the score in a step's metrics. Drop the scores of checkpoints that are neither among the newest nor
+        among the best."""
         scored = score_of_weights(step, metrics, self.scored_by)
         if not self.config.keep_best or scored is None or not self.is_due(scored.step):
             return
@@ -299,7 +302,8 @@ class RunCheckpoints:
         raise StoppedError(step)
 
     def _let_go(self, step: int, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Allow a stop request that cannot wait for the next step to save this step in its current state."""
+        """Allow a stop request to save this step, in its current state, if the next step would outlast the grace
+        period."""
         self.stop.let_go(partial(self._save_whole, step, state, get_random_state()))
 
     def _save_whole(
@@ -317,7 +321,7 @@ class RunCheckpoints:
         began_at = time()
         self.before_save()
         served = None if "pending" in state else self.write_served()
-        with remembered(random):  # with these random numbers, a resumed run repeats the running step exactly
+        with remembered(random):  # a resumed run then repeats the running step with the same random numbers
             saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)
@@ -358,7 +362,8 @@ class RunCheckpoints:
             )
 
     async def _settle(self, *, wait: bool) -> None:
-        """Complete the running save if it is finished. With `wait`, wait until the save is finished."""
+        """Conclude the running save if its checkpoint is on disk: delete old checkpoints and write the event. With
+        `wait`, first wait until the checkpoint is on disk."""
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
@@ -367,7 +372,7 @@ class RunCheckpoints:
         except Exception:
             self._saving = None  # so that the error of a save is raised only once
             raise
-        self._saving = None  # after the wait, because a cancelled caller must still complete the save
+        self._saving = None  # cleared after the wait, because a cancelled caller calls _settle again
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,
@@ -396,7 +401,7 @@ def describe_settings(
 
     Args:
         inputs: digests of the training inputs, by name.
-        sections: further settings. The section is the prefix of their names.
+        sections: further records of settings. A record's section is the prefix of its settings' names in the result.
     """
     named = {**training_settings(training), **inputs, "semantics": SEMANTICS_VERSION}
     for section, record in sections.items():
@@ -423,10 +428,10 @@ def check_same_settings(
 ) -> list[str]:
     """Return the names of the settings that differ.
 
-    Each differing setting must be free to change, or `allowed` must contain its name or section.
+    Each differing setting must be in `FREE_INPUTS`, or `allowed` must contain its name or section.
 
     Raises:
-        CheckpointError: other settings differ. The error has both values of each setting, and the entries of
+        CheckpointError: another setting differs. The message has both values of each such setting, and the entries of
             `allowed` that match no changed setting.
     """
     changed = changed_settings(saved, current)
@@ -473,8 +478,8 @@ class ScoredWeights(NamedTuple):
 def score_of_weights(step: int, metrics: Metrics, scored_by: ScoredBy) -> ScoredWeights | None:
     """The score in the metrics of a step, and the step whose weights have that score.
 
-    The evaluation loss is of the weights after the step. The reward is of the weights after the step before, which
-    sampled the step's completions. The result is None if the metrics have no finite score.
+    An evaluation loss belongs to the weights after the step. A reward belongs to the weights before the step, which
+    sampled the step's completions. Returns None if the metrics have no finite score.
     """
     value = metrics.get(scored_by, math.nan)
     if not math.isfinite(value):

@@ -109,7 +109,7 @@ class RunDirectory:
 
     @property
     def result(self) -> Path:
-        """Output: the stage's record. This file is written last, so a stage without this file is not finished."""
+        """Output: the stage's record. result.json is written last, so a stage without this file is not finished."""
         return self.root / "result.json"
 
     def last_end(self) -> dict[str, Any] | None:  # Any: JSON
@@ -125,7 +125,8 @@ class RunDirectory:
         return end
 
     def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
-        """Write samples/<name>.jsonl. Each line has the temperature at which its log-probs were computed.
+        """Write samples/<name>.jsonl. Each line has a sample and the temperature at which the sample's log-probs were
+        computed.
 
         Raises:
             RewardError: the user's code stored a value that is not JSON in a sample's metadata. The error names the

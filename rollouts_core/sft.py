@@ -53,7 +53,7 @@ async def run_sft_training(
         samples: demonstrations. A sequence is shuffled each epoch; a stream is read in order.
         inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
         eval_samples: demonstrations whose loss is computed every `config.eval_every` steps and at the end.
-        is_end_asked: called after every step. True saves a checkpoint and ends the training.
+        is_end_asked: called after every step; a result of True saves a checkpoint and ends the training.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
 
     Raises:
@@ -136,7 +136,7 @@ def digest_samples(samples: Sequence[Sample]) -> str:
 
 
 def with_digests(inputs: Mapping[str, str], samples: Samples, eval_samples: Sequence[Sample]) -> dict[str, str]:
-    """Add the digests of demonstrations to those of other inputs. A stream has no digest."""
+    """Return `inputs` with the digests of the demonstrations added. A stream of demonstrations has no digest."""
     of_samples = {"samples": digest_samples(samples)} if isinstance(samples, Sequence) else {}
     return {**inputs, **of_samples, "eval_samples": digest_samples(eval_samples)}
 

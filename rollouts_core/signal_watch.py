@@ -113,7 +113,7 @@ class SignalWatch:
         )
 
     def _teaches_nothing(self, metrics: Mapping[str, float]) -> bool:
-        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # skipped updates have another limit
+        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # max_skipped_updates limits non-finite updates
             return False
         is_solved = (
             self._has_learned

@@ -5,12 +5,13 @@
     asked ──┬── the running step ends in time ──> the training loop saves the step, and ends
             └── it would outlast the grace period ──> `Watch`, a thread, saves the last whole step and ends the process
 
-A step can be saved before its first change of the weights, and after its last change. Between these changes, the
-training loop holds `TrainingStop`, and the watch waits. A checkpoint therefore never contains half of an update.
+The training can be saved before a step's first change of the weights, and after its last change. While a step changes
+the weights, the training loop holds the lock of `TrainingStop`, and `Watch` waits for the lock. A checkpoint therefore
+never contains half of an update.
 
-A GPU queues the change of the weights together with the work before the change. The training loop would therefore hold
-`TrainingStop` during the whole step. In a long step, the loop waits for the earlier work to finish before it holds
-`TrainingStop`.
+A GPU runs work later than the loop submits it. A loop that took the lock when it submits the weight update would hold
+the lock during most of the step. In a long step, the loop therefore waits for the backward passes before it takes the
+lock.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from rollouts_core.errors import RolloutsError
 
 MIN_GRACE_S = 30.0
 GRACE_FACTOR = 1.5
-"""The grace period is this factor times the longest recent step plus the last save."""
+"""The grace period is this factor times the sum of the durations of the longest recent step and of the last save."""
 LONG_STEP_S = 10.0
-"""Length of a step, seconds. A shorter step and its save end within any grace period, so the step is never given up."""
+"""Duration in seconds up to which a step is never abandoned, because the step and its save end within any grace
+period."""
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
@@ -67,10 +69,10 @@ class TrainingStop:
 
     Args:
         told: file in which this process writes the seconds that it needs to stop. None writes no file.
-        granted: file in which the supervisor writes the seconds that it grants. If the file is absent, the seconds that
-            the process needs are used.
+        granted: file in which the supervisor writes the grace period in seconds. Without this file, `wanted_s` is the
+            grace period.
         attempt: number of the job's attempt.
-        can_abandon: whether a step may be given up midway. False if several processes compute the step together.
+        can_abandon: whether a step may be abandoned midway. False if several processes compute the step together.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class TrainingStop:
         self.saved_step = 0
         self.problem = ""
         self.is_training = False
-        """True after the first step has started. Before the first step, a stop need not wait for anything."""
+        """True after the first step has started. Until then, a stop request has no step to wait for."""
         self.is_watched = False
-        """True if a step that outlasts the grace period is given up. If True, each whole step must stay available for
-        saving."""
+        """True if `Watch` abandons a step that outlasts the grace period. The training loop must then prepare each
+        finished step for saving (`let_go`)."""
         self._told, self._granted, self._attempt = told, granted, attempt
         self._asked = threading.Event()
         self._asked_at = math.inf
@@ -114,7 +116,7 @@ class TrainingStop:
 
     @property
     def grace_s(self) -> float:
-        """Seconds that the training gets to stop: what the supervisor grants, or else what the training needs."""
+        """The grace period in seconds: the number that the supervisor wrote, or else `wanted_s`."""
         with suppress(OSError, ValueError):
             if self._granted is not None:
                 return float(self._granted.read_text(encoding="utf-8"))
@@ -122,14 +124,13 @@ class TrainingStop:
 
     @property
     def may_give_up_step(self) -> bool:
-        """True if the running step may be given up and can be long enough to outlast the grace period.
+        """True if the running step may be abandoned and can be long enough to outlast the grace period.
 
-        The duration of the first step is unknown, so it counts as long enough.
+        The first step counts as long enough, because its duration is unknown.
         """
         return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
     def note_step(self, seconds: float) -> None:
-        """Record the duration of a step, seconds."""
         self._step_times.append(seconds)
         self._tell()
 
@@ -145,16 +146,16 @@ class TrainingStop:
         self._tell()
 
     def hold(self) -> None:
-        """Prevent the watch from saving, because the weights are about to change.
+        """Prevent `Watch` from saving, because the weights are about to change.
 
-        If the watch is already saving, the method never returns.
+        If `Watch` is already saving, this method never returns, because `Watch` then ends the process.
         """
         if not self._is_held:
             self._held.acquire()
             self._is_held = True
 
     def let_go(self, save: Callable[[], None] | None) -> None:
-        """Allow the watch to save a whole step, until `hold` is called.
+        """Allow `Watch` to save a finished step, until `hold` is called.
 
         Args:
             save: writes the step's checkpoint in the thread that calls it; None if the step is already saved.
@@ -165,11 +166,12 @@ class TrainingStop:
             self._held.release()
 
     def watching(self, on_end: Callable[[int, str], None]) -> Watch:
-        """Return a context manager. Within its block, a step that outlasts the grace period is given up."""
+        """Return a context manager. Within its `with` block, a step that outlasts the grace period is abandoned."""
         return Watch(self, on_end)
 
     def wait_until_overdue(self, is_over: threading.Event) -> bool:
-        """Wait until the grace period leaves just enough time to save. Returns False if the training ends first."""
+        """Wait until a stop was requested and the rest of the grace period is just long enough to save. Returns False
+        if the training ends first."""
         while not self._asked.wait(0.5):
             if is_over.is_set():
                 return False
@@ -181,7 +183,7 @@ class TrainingStop:
     def save_last_whole(self) -> None:
         """Wait until no update is changing the weights, then save the last whole step.
 
-        The watch calls this before it ends the process.
+        `Watch` calls this method before it ends the process.
         """
         self._held.acquire()
         if self._save_last_whole is not None:

@@ -86,7 +86,7 @@ class Sample:
     """One rollout, or one row of SFT data: prompt and completion tokens with their masks.
 
     Raises:
-        ValueError: per-token arrays of different lengths.
+        ValueError: the per-token arrays have different lengths.
     """
 
     prompt: str | tuple[Message, ...] = ""
@@ -118,7 +118,7 @@ class Sample:
     policy_versions: tuple[VersionSpan, ...] = ()
     """The weight versions that sampled the tokens, in order."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # Any: fields of a user's row
-    """Other fields of the dataset row, including `answer` and `prompt_id`, and notes of rewards."""
+    """Other fields of the dataset row, including `answer` and `prompt_id`, and entries that reward functions add."""
 
     def __post_init__(self) -> None:
         if len(self.loss_mask) != len(self.tokens):
@@ -141,7 +141,6 @@ class Sample:
 
 
 def sample_from_json(record: Mapping[str, Any]) -> Sample:  # Any: JSON
-    """Rebuild a sample from the output of `Sample.to_json`."""
     known = {f.name for f in fields(Sample)}
     values = {key: value for key, value in record.items() if key in known}
     if not isinstance(values["prompt"], str):

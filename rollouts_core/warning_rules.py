@@ -6,7 +6,8 @@ Other modules: checks/ warns before a run, and signal_watch.py counts the steps 
                                                                             -> end of the run, if `stop_on` names it
 
 A rule warns when its bound is crossed, and again only after a step in which the bound was kept. The rules only read
-metrics, so a rule changes a run only by ending the run. A resumed run forgets the metrics of earlier attempts.
+metrics, so a rule changes a run only by ending the run. In a resumed run, the rules do not see the metrics of earlier
+attempts.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule of the table."""
+    """A rule that warns about a training, by the metrics of its steps."""
 
     name: str
     measures: str
@@ -110,7 +111,7 @@ def _compare_means(values: Sequence[float]) -> tuple[list[float], float, float]:
 def find_entropy_collapse(series: Series) -> str:
     """Compare the entropy of the last steps with the entropy of the first steps.
 
-    A solved task, whose rewards hardly differ, is left out.
+    If the rewards now differ less than half as much as at the start, the task counts as solved and gives no warning.
     """
     before, after = _values(series.first, "entropy"), series.recent("entropy")
     spread_before, spread = _values(series.first, "reward_std"), series.recent("reward_std")
@@ -168,7 +169,7 @@ NO_SIGNAL_RULE = Rule(
     measures="steps in a row without an update by rewards",
     bound="10, 20, 40 and so on",
     remedy="use prompts that the model solves sometimes, raise rollout.n_samples_per_prompt, or change the reward",
-    find=lambda _: "",  # signal_watch.py counts these steps instead, because its count continues in resumed runs
+    find=lambda _: "",  # signal_watch.py counts the steps instead, because a resumed run must continue the count
 )
 SPIKES_RULE = Rule(
     name="gradient_spikes",

@@ -38,10 +38,10 @@ class AdvantageConfig(Record):
     baseline: Finite = 0.0
     """Baseline of the estimator `constant`. A completion with this reward has advantage 0."""
     std: Literal["sample", "population"] = "sample"
-    """How the standard deviation of rewards is computed. sample: divide the sum of squared deviations by their number
-    less one. population: divide it by their number."""
+    """How the standard deviation of rewards is computed. sample: divide the sum of squared deviations by the number of
+    rewards less one. population: divide the sum by the number of rewards."""
     eps: Annotated[Finite, Field(ge=0)] = 1e-6
-    """Added to the divisor, so that it is never almost 0."""
+    """Number that is added to the divisor of a reward, so that the divisor is never almost 0."""
     singleton: Literal["zero", "reward"] = "zero"
     """Advantage of a completion that is the only one in its group. zero: 0. reward: its reward."""
     unscored: Literal["error", "exclude"] = "error"
@@ -63,15 +63,16 @@ class RewardShapingConfig(Record):
     """Length of a completion, in tokens, at which the penalty reaches `overlong_penalty`. Usually the value of
     `rollout.sampling.max_new_tokens`."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Number of tokens below `max_response_tokens` at which the penalty starts. From there it grows linearly. 0: no
-    penalty."""
+    """Number of tokens below `max_response_tokens` at which the penalty starts. From there, the penalty grows linearly.
+    0: no penalty."""
     overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
     """Reward that is subtracted from a completion of `max_response_tokens` tokens."""
     overlong_capped: bool = True
     """Subtract at most `overlong_penalty`, even from completions longer than `max_response_tokens`."""
     mask_truncated: bool = False
-    """Leave truncated completions out of the loss. Their rewards still count in baselines. The length penalty then
-    affects only completions that end by themselves within the last `overlong_buffer_tokens` tokens."""
+    """Leave truncated completions out of the loss. The rewards of truncated completions still count in baselines. The
+    length penalty then affects only completions that end by themselves within the last `overlong_buffer_tokens`
+    tokens."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Factor of the KL penalty. The KL divergence from the model that training starts from is summed over tokens,
     multiplied by this factor and subtracted from the reward."""
@@ -79,9 +80,9 @@ class RewardShapingConfig(Record):
     """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
     / 2. k3: exp(-d) - 1 + d."""
     kl_credit: Literal["completion", "token"] = "completion"
-    """From what the KL penalty is subtracted. completion: the sum over all tokens, from the completion's reward, before
-    the baseline. token: the sum over this token and later tokens, from each token's advantage, after the baseline. The
-    estimator `gae` always uses token."""
+    """Number from which the KL penalty is subtracted. completion: the sum over all tokens, from the completion's
+    reward, before the baseline. token: the sum over this token and later tokens, from each token's advantage, after the
+    baseline. The estimator `gae` always uses token."""
 
     def _broken_rules(self) -> Iterator[str]:
         if self.overlong_buffer_tokens > self.max_response_tokens:
@@ -106,8 +107,8 @@ class MismatchConfig(Record):
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
     """Upper limit of the weight. 0: no limit."""
     outside: Literal["clamp", "zero"] = "clamp"
-    """Treatment of a weight outside its limits. clamp: it is set to the limit (truncated importance sampling). zero:
-    it is set to 0 (IcePop)."""
+    """Treatment of a weight outside its limits. clamp: the weight is set to the limit (truncated importance sampling).
+    zero: the weight is set to 0 (IcePop)."""
     mask: Literal["none", "token", "geometric", "product"] = "none"
     """Which tokens or completions the loss leaves out. none: nothing. token: each token whose w is outside mask_low
     and mask_high. geometric, product: each completion for which the geometric mean or the product of w over its tokens
@@ -147,7 +148,7 @@ class LossConfig(Record):
     """Largest loss of a token with a negative advantage, as a multiple of the advantage's absolute value. Used by ppo
     and gspo. 0: no limit."""
     ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the squared log-ratio. The product is added to the loss."""
+    """Factor with which the squared log-ratio is added to the loss."""
     drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
     """Leave completions with a negative advantage out of the loss if their mean log-ratio is below minus this value. 0:
     keep all completions."""
@@ -160,9 +161,9 @@ class LossConfig(Record):
     count_untrained: bool = False
     """Whether completions without a trained token count in the divisor when the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the policy's entropy. The product is subtracted from the loss."""
+    """Factor with which the policy's entropy is subtracted from the loss."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
-    """Factor of the KL divergence from the model that training starts from. The product is added to the loss."""
+    """Factor with which the KL divergence from the model that training starts from is added to the loss."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
     / 2. k3: exp(-d) - 1 + d."""

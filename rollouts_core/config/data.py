@@ -35,7 +35,7 @@ class DatasetConfig(Record):
 
 
 class PrepareConfig(Record):
-    """How the data files are made from a public dataset. This happens once, before the run."""
+    """How the data files are made from a public dataset. The files are made once, before the run."""
 
     name: FunctionName = ""
     """The preparation function: a name of `rollouts_core.data.preparations.PREPARATIONS`, or `package.module:function`.
@@ -69,7 +69,7 @@ class DataConfig(Record):
     JSON, CSV or Parquet file, or a dataset folder."""
     rollouts: str = ""
     """Recorded completions for RL, instead of prompts and engines: the folder `samples` of an earlier RL stage.
-    Training uses its steps in order. Each recorded step is one batch, whatever `rollout.batch_size` is."""
+    Training uses the recorded steps in order. Each recorded step is one batch, so `rollout.batch_size` is ignored."""
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
@@ -79,11 +79,10 @@ class DataConfig(Record):
     """Creates the data files whose settings are empty. The value is a preparation's name, as in `prepare = "gsm8k"`, or
     a table with name, source, revision and settings."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
-    """Types of the CSV columns of each file, by setting. They can also be given in the file's own setting: `prompts =
-    {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
+    """Types of the CSV columns of each file, by setting. The types can also be given in the file's own setting:
+    `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not listed are text."""
 
     def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
-        """The types of the CSV columns of the file in the setting `name`."""
         return self.columns.get(name, {})
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""`deployment`: GPUs, processes and ports on the node. These settings never change a result."""
+"""`deployment`: GPUs, processes and ports on the node."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class DeploymentConfig(Record):
     """GPUs, processes and ports on the node. These settings never change a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer, with one process on each. If several machines train together: GPUs of each machine. Empty:
-    `trainer_processes` decides."""
+    """Numbers of the trainer's GPUs, for example [0, 1], with one process on each GPU. If several machines train
+    together, each machine uses these GPU numbers. Empty: `trainer_processes` decides."""
     trainer_processes: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
     """Used if `trainer_gpu_ranks` is empty. 0: one process on a GPU; a machine on which torch cannot use a GPU is
     refused. 1: one process, on the first GPU or else on the CPU. 2 or more: this number of CPU processes, even if there
-    are GPUs (for testing). If several machines train together: the number on each machine."""
+    are GPUs (for testing). If several machines train together, each machine starts this number of processes."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engines, the same number for each engine. An engine with several GPUs splits its model over
-    them. If engines have their own nodes: GPUs of each node."""
+    """Numbers of the inference engines' GPUs, for example [2, 3]. Each engine gets an equal part of this list, and
+    splits its model over its GPUs. If engines have their own nodes, each node uses these GPU numbers."""
     num_engines: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
-    """Number of inference engines for RL. If one engine fails, the others continue. If engines have their own nodes:
-    the number on each node."""
+    """Number of inference engines for RL. If one engine fails, the others continue. If engines have their own nodes,
+    each node runs this number of engines."""
     colocated: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Let engines and trainer share GPUs. The engines release their memory while the trainer trains, and load the new
     weights after each step. Only for SGLang and vLLM on GPUs, because the embedded engine uses no GPU."""
@@ -48,7 +48,6 @@ class DeploymentConfig(Record):
 
     @property
     def num_trainer_processes(self) -> int:
-        """Number of processes that train together."""
         return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
 
     @property
@@ -70,7 +69,7 @@ class DeploymentConfig(Record):
     def with_engines_of_trainer(self) -> Self:
         """The deployment settings of engines that run on the trainer's GPUs.
 
-        Each engine has as many GPUs as on its own node.
+        Each engine gets as many GPUs as it would have on a node of its own.
         """
         num_ranks = len(self.engine_gpu_ranks) // self.num_engines
         trainer = self.trainer_gpu_ranks

@@ -18,15 +18,15 @@ WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
 """Matches addresses without user, password and key. Users, passwords and keys belong in the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
-"""Smallest context length of an installed engine, tokens. The completions that verify its weights need it
-(`engines/canary.py`)."""
+"""Smallest context length of an installed engine, tokens. The completions that verify the engine's weights
+(`engines/canary.py`) need this many tokens."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 """Matches command-line arguments with a key. vLLM accepts underscores in them, both servers accept abbreviations, and
 SGLang has a second key argument."""
 
 OWN_ARGUMENT = re.compile(r"--(ho|hos|host|po|por|port|model|model[-_]path|served[-_]model[-_]name)(=|$)")
-"""Matches arguments, and their abbreviations, for the address and the model, which the launch sets. With another
-address, nothing would find the engine, or other machines could reach it without a key."""
+"""Matches arguments, and their abbreviations, for the address and the model, which the launch sets. If `extra_args`
+changed the address, the run would not find the engine, or other machines could reach the engine without a key."""
 
 
 class EngineConfig(Record):
@@ -66,10 +66,12 @@ class EngineConfig(Record):
     they share, or in the machine's memory if there are no GPUs."""
     router_url: str = Field(default="", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Address, as seen from the trainer, of a running sglang-router that distributes requests among the engines. The
-    run registers the engines with the router. Empty: the trainer distributes the requests. Not supported by vLLM."""
+    run registers the engines with the router. Empty: the trainer distributes the requests. vLLM does not support this
+    setting."""
     router_python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of an environment with sglang-router, as an absolute path on the trainer's machine. RL starts
-    a router there and stops it at the end. Not supported by vLLM, and not together with router_url."""
+    a router there and stops it at the end. vLLM does not support this setting. Set either `router_python` or
+    `router_url`, not both."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=300.0, json_schema_extra=PLACEMENT)
     """Seconds in which the server must generate its first token after a start, and become available again after a
     crash. During its first requests, the server may also be silent for this long."""

@@ -29,5 +29,5 @@ class EvaluationConfig(Record):
     seed: int = Field(default=0, ge=0)
     """Seed of sampling, the same for every checkpoint."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = Field(default=0.01, json_schema_extra=PLACEMENT)
-    """Largest p-value with which RL counts as better than the selected SFT checkpoint. Above it, the run fails. 1:
-    accept any result."""
+    """Largest p-value with which RL counts as better than the selected SFT checkpoint. Above this p-value, the run
+    fails. 1: accept any result."""

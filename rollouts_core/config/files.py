@@ -71,8 +71,8 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
     of reward models, and files of the engine.
 
     Jobs run in other folders, so relative paths would not work there. A model path that is not a folder relative to
-    `base` may be a hub id and is left unchanged. The same holds for `data.sft` of the form `organisation/name`. URLs
-    are left unchanged.
+    `base` may be a hub id and is left unchanged. A `data.sft` of the form `organisation/name` may also be a hub id and
+    is left unchanged. URLs are left unchanged.
 
     Raises:
         ConfigError: a path is too long for any file system.
@@ -124,7 +124,7 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
 
 def _changed(table: Any, change: Callable[[Any], Any], *keys: str) -> Any:
-    """Return the table with `change` applied to these of its keys.
+    """Return the table with `change` applied to the values of `keys`.
 
     A value that is not a table is returned unchanged.
     """
@@ -179,8 +179,8 @@ def read_record(
 
     Missing and invalid values are replaced by defaults, and all problems are collected.
 
-    If the valid values break rules between settings, these problems are collected too. Returns None if an invalid value
-    has no default.
+    If the valid values break rules between settings, the broken rules are collected too. Returns None if an invalid
+    value has no default.
 
     Args:
         mistakes: collects the problems.
@@ -219,7 +219,7 @@ def _with_defaults(
     paths: Sequence[Sequence[str]],
     model: type[BaseModel] | None,
 ) -> Any:  # Any: unchecked input
-    """Remove the values at these paths. For a path into a list, the whole list is removed.
+    """Remove the values at `paths`. For a path into a list, the whole list is removed.
 
     A missing value without a default is replaced by a value of the right type, so that the other values can be checked.
     """

@@ -1,4 +1,4 @@
-"""For names of settings in other systems, the settings of this project. They become hints about unknown keys.
+"""Map names of settings in other systems to the settings of this project, for hints about unknown keys.
 
 The names come from TRL, the TrainingArguments of Transformers, verl, slime and OpenRLHF, and from frequent guesses. A
 key of FOREIGN_NAMES is a name that no setting of this project has, or `section.name` if that section has no such
@@ -13,7 +13,7 @@ from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
-"""Placeholder in a hint. It is replaced by the stage in whose table the unknown key was found."""
+"""Placeholder in a hint, which is replaced by the stage in whose table the unknown key was found."""
 
 EPOCHS = (
     f"{STAGE}.num_steps: training counts optimizer steps. An epoch is rows / training.sft.batch_size steps, or for RL "
@@ -187,7 +187,8 @@ def find_foreign_name(path: Sequence[str]) -> str | None:
 
 
 def _for_stages(hint: str, stages: Iterable[str]) -> str:
-    """Fill the first stage into the hint. If the hint also holds for another stage, say so."""
+    """Replace STAGE in a hint by the first stage. If there is a second stage, the hint says that it has the same
+    setting."""
     first, *others = (f"training.{stage}" for stage in stages)
     same = f", and the same in {others[0]}" if others and STAGE in hint else ""
     return hint.replace(STAGE, first) + same

@@ -1,6 +1,7 @@
 """`hub`: from where models and public datasets are downloaded.
 
-`model.py` and `data.py` have the settings that name them. `rollouts_core/data/hub_download.py` downloads them.
+The settings in `model.py` and `data.py` name the models and datasets. `rollouts_core/data/hub_download.py` downloads
+both.
 """
 
 from __future__ import annotations

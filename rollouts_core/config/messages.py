@@ -1,4 +1,5 @@
-"""Turn a pydantic validation error into sentences. Each says which key is wrong, what was found and what to do."""
+"""Turn a pydantic validation error into sentences. Each sentence says which key is wrong, what was found and what to
+do."""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ def explain_validation_error(
     settings: Any,  # Any: unchecked input
     table: str = "",
 ) -> str:
-    """Return one sentence per invalid key, one per line. Beyond MAX_SHOWN_MISTAKES lines, only the number is given.
+    """Return one sentence per invalid key, one per line. Beyond MAX_SHOWN_MISTAKES lines, only the number of further
+    lines is given.
 
     Args:
         model: type of the record that was validated, for suggestions about misspelt keys.
         source: name of the file or form, for the start of each line.
-        settings: the input. Its order is the order of the lines.
+        settings: the input. The lines follow the order of the input.
         table: the file's table that contains the settings; "" if the settings are the whole file.
     """
     return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings, table)], source=source)
@@ -59,7 +61,7 @@ def find_misfits(
 def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
     """Write each mistake on its own line, after the name of the file or form.
 
-    Beyond MAX_SHOWN_MISTAKES, only the number is given.
+    Beyond MAX_SHOWN_MISTAKES, only the number of further mistakes is given.
     """
     shown = list(mistakes[:MAX_SHOWN_MISTAKES])
     if num_more := len(mistakes) - len(shown):
@@ -70,7 +72,7 @@ def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
 def closest_name(name: str, known: list[str]) -> str:
     """Return `; did you mean X?` for the known name closest to `name`.
 
-    If none is close: the list of known names, if any.
+    If no name is close, return the list of known names instead.
     """
     swapped = [each for each in known if sorted(each) == sorted(name)]
     close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -102,7 +104,8 @@ def suggest_key(
 ) -> str:
     """Return a suggestion for an unknown key.
 
-    It uses a name from another system, a setting of that name in another section of `root`, or the closest names.
+    The suggestion is the setting for a name from another system, a setting of the same name in another section of
+    `root`, or the closest known name.
 
     Args:
         path: the sections that contain the key, then the key.
@@ -203,8 +206,8 @@ def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] |
 
 
 def settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
-    """Yield the dotted names of a record's settings, including those of its sections and, with `with_lists`, of its
-    lists.
+    """Yield the dotted names of a record's settings, including the settings in its sections and, with `with_lists`, in
+    its lists of records.
     """
     for name, field in record.model_fields.items():
         yield name

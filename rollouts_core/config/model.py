@@ -25,13 +25,13 @@ class ModelConfig(Record):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Turn this on only after reading that code."""
     allow_pickle: bool = False
-    """Accept a model that has only pickled weights (pytorch_model.bin). They are read without running code from the
-    file. Checkpoints of a training are always safetensors. The embedded engine serves only safetensors."""
+    """Accept a model that has only pickled weights (pytorch_model.bin). Pickled weights are read without running code
+    from the file. Checkpoints of a training are always safetensors. The embedded engine serves only safetensors."""
     chat_template_kwargs: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict
     )
-    """Values for the model's chat template, as in `{ enable_thinking = false }`. SFT, RL and evaluation use them. They
-    are also written into the chat template of every checkpoint, so that a server renders the same prompts."""
+    """Values for the model's chat template, as in `{ enable_thinking = false }`. SFT, RL and evaluation use them. The
+    values are also written into the chat template of every checkpoint, so that a server renders the same prompts."""
 
     @field_validator("chat_template_kwargs")
     @classmethod

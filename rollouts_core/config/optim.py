@@ -19,7 +19,7 @@ class OptimConfig(Record):
     eps: Annotated[Finite, Field(gt=0)] = 1e-8
     """AdamW's epsilon, which is added to the divisor of each update."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """AdamW's weight decay. It applies only to matrices."""
+    """AdamW's weight decay, which applies only to matrices."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate changes after the warmup."""
     num_warmup_steps: int = Field(default=0, ge=0)
@@ -28,7 +28,7 @@ class OptimConfig(Record):
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
     """Learning rate at the last update, as a share of `lr`."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
-    """Largest norm of the gradient. A larger gradient is scaled down to it."""
+    """Largest norm of the gradient. A larger gradient is scaled down to this norm."""
 
 
 class RLOptimConfig(OptimConfig):

@@ -196,7 +196,6 @@ def sft_rules(config: Config) -> Iterator[str]:
 
 
 def rl_rules(config: Config) -> Iterator[str]:
-    """Yield a sentence for each broken rule of RL."""
     if config.evaluation.metric == "loss":
         yield f'mode "{config.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
     if config.rollout.sampling.temperature == 0:

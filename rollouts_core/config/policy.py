@@ -33,8 +33,8 @@ class PolicyConfig(Record):
     """How training computes the model."""
 
     backend: Literal["pytorch", "jax"] = "pytorch"
-    """The library that training uses. Both give the same losses up to rounding. jax supports only models of the Llama,
-    Qwen2 and Qwen3 families, and needs pip install 'rollouts[jax]'."""
+    """The library that training uses. Both libraries give the same losses up to rounding. jax supports only models of
+    the Llama, Qwen2 and Qwen3 families, and needs pip install 'rollouts[jax]'."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of matrix products. Trained weights and optimizer state are always float32. With LoRA, the frozen
     weights also have this format."""
@@ -44,19 +44,20 @@ class PolicyConfig(Record):
     length squared. Models that cap attention scores (Gemma 2) use eager in place of sdpa. flex uses a mask of blocks;
     it needs a GPU, bfloat16 and some minutes to compile, and has not been tested on a GPU yet."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
-    """Compute activations again in the backward pass instead of storing them. Needs less memory and about a third more
-    time."""
+    """Compute activations again in the backward pass instead of storing them. Recomputing needs less memory and about a
+    third more time."""
     on_out_of_memory: Literal["use_less", "stop"] = Field(default="use_less", json_schema_extra=PLACEMENT)
     """Action if a training step runs out of GPU memory. use_less: restart from the last checkpoint with smaller
-    micro-batches or, at one row each, with activation_checkpointing. stop: end the run with an error."""
+    micro-batches, or with activation_checkpointing if a micro-batch has only one row. stop: end the run with an
+    error."""
     compile: bool = False
-    """Compile the layers with torch.compile. The start is slow; the steps are faster on most GPUs."""
+    """Compile the layers with torch.compile. The training starts more slowly, but its steps are faster on most GPUs."""
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters (LoRA)."""
 
     @property
     def takes_masks(self) -> bool:
-        """True if the attention kernel separates samples with a mask. "auto" counts as such a kernel."""
+        """True if the attention kernel separates samples with a mask. "auto" counts as a kernel with a mask."""
         return self.takes_dense_masks or self.attention == "flex"
 
     @property
@@ -70,9 +71,8 @@ class PolicyConfig(Record):
         return self.attention not in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
-        """Replace sdpa and varlen by "auto".
-
-        "auto" chooses between these two, and their results differ only by rounding.
+        """Replace sdpa and varlen by "auto", because "auto" chooses between these kernels, and their results differ
+        only by rounding.
         """
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 

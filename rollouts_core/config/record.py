@@ -23,19 +23,20 @@ from pydantic_core import PydanticKnownError
 from rollouts_core.config.secret_addresses import refuse_secrets
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes). Fingerprints leave such fields
+"""Marks a field that cannot change a result (paths, intervals, micro-batch sizes), so that fingerprints leave the field
 out."""
 
 SELECTION: JsonDict = {"affects_weights": False}
-"""Marks a field that sets the length of a training or the number of its checkpoints. A resumed training may change such
-a field."""
+"""Marks a field that sets the length of a training or the number of its checkpoints. A resumed training may change a
+field with this mark."""
 
 CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 SENDS_SECRET: JsonDict = {"needs_trust": "secret"}
 """Marks of fields that contain a function to call, a program or its arguments, or an environment variable whose value
-is sent to another machine. A run requested through Prefect may set such a field only to values that the operator trusts
-(`flows/trusted_code.py`). A field with SENDS_SECRET also has `sent_to`: the name of the field with the address."""
+is sent to another machine. A run requested through Prefect may set a field with one of these marks only to values that
+the operator trusts (`flows/trusted_code.py`). A field with SENDS_SECRET also has `sent_to`: the name of the field with
+the address."""
 
 
 def _finite(value: float) -> float:
@@ -111,7 +112,7 @@ BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exc
 def _name_bounds(schema: JsonDict) -> None:
     """Rename bounds to their names in JSON schema.
 
-    Pydantic does not rename them if a validator of ours comes before.
+    Pydantic does not rename a bound that follows one of this project's validators.
     """
     properties = schema.get("properties")
     assert isinstance(properties, dict), "a record has fields"
@@ -142,7 +143,8 @@ class Record(BaseModel):
         return self
 
     def _broken_rules(self) -> Iterator[str]:
-        """Yield a sentence for each broken rule between settings. Records with such rules override this method."""
+        """Yield a sentence for each broken rule between settings. Records with rules between settings override this
+        method."""
         yield from ()
 
     @model_validator(mode="after")
@@ -157,8 +159,8 @@ class Record(BaseModel):
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
         """Reject values that pydantic would convert, such as True to 1 or "3" to 3.
 
-        Also rejected are addresses with passwords or keys, and integers of more than 64 bits, with which torch or a
-        slice would fail in the middle of a job.
+        Also reject addresses with passwords or keys, and integers of more than 64 bits, which would make torch or a
+        slice fail in the middle of a job.
         """
         assert info.field_name is not None, "only fields are validated"
         refuse_secrets(value)

@@ -1,4 +1,4 @@
-"""`report`: the content of the page that is made at the end of a run. These settings do not change a result.
+"""`report`: the content of the page that is made at the end of a run.
 
 `rollouts_core/report/` makes the page.
 """

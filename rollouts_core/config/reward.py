@@ -70,7 +70,7 @@ class RewardConfig(Record):
     endpoint; for an address that ends in `/generate`, the folder of the model's tokenizer. Relative folders start at
     the folder of the configuration file."""
     label: str = ""
-    """For a reward model with several labels: the label whose score is the reward. Its name in config.json
+    """For a reward model with several labels: the label whose score is the reward. Give the label's name in config.json
     (`id2label`), or its number, from 0."""
     judge_prompt: str = JUDGE_PROMPT
     """Prompt for the judge, with the placeholders {prompt}, {response} and {answer}. The last "Score: N" in the judge's

@@ -32,9 +32,9 @@ class RLTrainingConfig(Record):
     """Reinforcement learning from rewards of completions."""
 
     algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
-    """Algorithm of a well-known system, for example "verl-dapo". It fills in the settings of advantage, reward_shaping,
-    loss and num_minibatches that are not given. The saved configuration has these settings, and an empty
-    `algorithm`."""
+    """Algorithm of a well-known system, for example "verl-dapo". The algorithm fills in those settings of advantage,
+    reward_shaping, loss and num_minibatches that are not given. The saved configuration contains the filled-in
+    settings, and an empty `algorithm`."""
     num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Number of steps. A step is one batch of rollouts and at most `num_minibatches` x `num_epochs` optimizer
     updates."""
@@ -57,8 +57,8 @@ class RLTrainingConfig(Record):
     loss: LossConfig = LossConfig()
     """The policy loss."""
     loss_fn: FunctionName = ""
-    """Your own loss function in place of the policy loss: `package.module:function`. It takes (scores, batch) or
-    (scores, batch, config); `config` is the section `loss`."""
+    """Your own loss function in place of the policy loss: `package.module:function`. The function takes (scores, batch)
+    or (scores, batch, config); `config` is the section `loss`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
@@ -66,14 +66,15 @@ class RLTrainingConfig(Record):
     max_steps_without_signal: int = Field(default=50, ge=0, json_schema_extra=PLACEMENT)
     """Number of steps in a row without learning signal at which the run saves a checkpoint and ends. 0: no limit. A
     step has no signal if the completions of each prompt have equal rewards, even if KL or entropy made an update. A
-    solved task (best reward for every completion, after learning) does not count. A resumed run continues the count."""
+    step of a solved task does not count: every completion gets the best reward so far, after the policy has learned. A
+    resumed run continues the count."""
     stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run starts to
-    measure again."""
+    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run forgets
+    the measurements of earlier attempts."""
     sync_every: int = Field(default=1, ge=1)
-    """Number of steps from one publication of weights to the next. With values above 1, the engines sample with older
-    weights than the trainer's. The loss should then correct for the difference, for example with ratio_base
-    "rollout"."""
+    """Number of steps from one publication of weights to the next. With a value above 1, the engines sample with older
+    weights than the trainer has. The loss should then correct for the difference between the log-probs of old and new
+    weights, for example with `loss.ratio_base` = "rollout"."""
     log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
@@ -82,9 +83,9 @@ class RLTrainingConfig(Record):
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints that are kept besides the newest ones. They are ranked by the mean reward of the step
-    after the checkpoint, whose completions the checkpoint's weights sampled, including groups that a filter dropped.
-    Needs `rollout.max_staleness` 0, `rollout.max_partial_staleness` 0 and prompts, not recorded completions."""
+    """Number of best checkpoints that are kept besides the newest ones. Checkpoints are ranked by the mean reward of
+    the next step, whose completions the checkpoint's weights sampled. Groups that a filter drops count too. Needs
+    `rollout.max_staleness` 0, `rollout.max_partial_staleness` 0 and prompts, not recorded completions."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
     value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""
@@ -135,9 +136,8 @@ class RLTrainingConfig(Record):
 
     @property
     def shares_prompts(self) -> bool:
-        """True if the completions of a prompt share the tokens of the prompt in a row.
-
-        This needs an attention kernel with masks.
+        """True if the completions of a prompt share the tokens of the prompt in a row, which needs an attention kernel
+        with masks.
         """
         return self.packing and self.policy.takes_masks
 
@@ -173,8 +173,8 @@ class RLTrainingConfig(Record):
 
     @property
     def corrects_for_age(self) -> bool:
-        """True if the loss corrects for the age of tokens: it weights them by their probability now relative to that at
-        sampling.
+        """True if the loss corrects for the age of tokens: it weights a token by its current probability, divided by
+        its probability at sampling.
         """
         has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
@@ -193,7 +193,7 @@ class RLTrainingConfig(Record):
 
     @property
     def needs_old_scores(self) -> bool:
-        """True if the trainer must score a batch before its first update. This costs one forward pass."""
+        """True if the trainer must score a batch before its first update. Scoring costs one forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
@@ -204,7 +204,7 @@ class RLTrainingConfig(Record):
 
 
 def describe_unranked(training: RLTrainingConfig, rollout: RolloutConfig, *, is_recorded: bool) -> str:
-    """Why `keep_best` cannot rank the checkpoints of a training; empty if it can.
+    """The reason why `keep_best` cannot rank the checkpoints of a training; empty if `keep_best` can rank them.
 
     Args:
         is_recorded: the completions are recorded, so no checkpoint samples any.
@@ -236,7 +236,7 @@ def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:
 def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
     """Fill in settings that `given` lacks from `usual`, section by section.
 
-    If all fields of a record are set, it comes from a form or was saved. Then only the fields that differ from their
+    A record in which all fields are set comes from a form or a saved file. Only its fields that differ from their
     defaults count as given.
     """
     said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)

@@ -42,14 +42,15 @@ class MultiTurnConfig(Record):
     """Largest number of tokens of one turn of the policy. 0: the tokens that are left for the conversation."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """Seconds for all replies of the environment in one conversation together. After that, the conversation is
-    truncated. The time of the engines does not count, because limits of tokens and turns apply to the policy."""
+    truncated. The time in which engines generate does not count, because limits of tokens and turns apply to the
+    policy."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
     """Seconds for the environment's reply to one turn. A slower reply counts as a failure of the environment. If the
-    environment computes for longer than this without an `await`, the run ends, because it blocks all other
+    environment computes for longer than this without an `await`, the run ends, because the computation blocks all other
     conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
-    """interleaved: a conversation is one sample. branching: each turn of the policy is its own sample, and all share
-    the reward."""
+    """interleaved: a conversation is one sample. branching: each turn of the policy is its own sample, and all samples
+    of a conversation have the same reward."""
     response_template: str = ""
     """Format of the policy's tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`, `lfm2`,
     or a response template of transformers as JSON. Empty: detected from the tokenizer and its chat template."""
@@ -64,11 +65,12 @@ class RolloutConfig(Record):
     batch_size: int = Field(default=16, ge=1)
     """Number of prompts per step."""
     n_samples_per_prompt: int = Field(default=8, ge=1)
-    """Number of completions per prompt. They are a group, for which one baseline is computed."""
+    """Number of completions per prompt. The completions of a prompt form a group, whose rewards are compared with each
+    other."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
-    """Number of prompts that are requested at once, as a multiple of the batch size. They are requested at the start of
-    a step, and again if too few groups are left because groups were dropped. A step trains on the groups that finish
-    first."""
+    """Number of prompts that are requested at once, as a multiple of the batch size. The prompts are requested at the
+    start of a step, and again if too few groups are left because groups were dropped. A step trains on the groups that
+    finish first."""
     max_refills: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Number of times that a step may request further prompts. After that, the run ends with an error."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -89,16 +91,16 @@ class RolloutConfig(Record):
     """Number of times that a conversation is repeated, after growing pauses, if the environment fails. After that, the
     prompt's group is dropped without being graded, and the drop is counted."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """Share of the last 50 groups. If the environment or a reward was unavailable for more groups than this, the run
-    pauses. It ends if the pauses add up to `max_outage_minutes`."""
+    """Largest share of the last 50 groups for which the environment or a reward may be unavailable. Above this share,
+    the run pauses. The run ends if the pauses add up to `max_outage_minutes`."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(default=30.0, json_schema_extra=PLACEMENT)
     """Largest total length of the pauses of an outage, minutes. After that, the run ends. 0: the run ends without a
-    pause. A pause lasts from 15 s to 5 min, each longer than the one before. Selection and evaluation drop no prompt;
-    they may pause for this long for each prompt."""
+    pause. Pauses grow from 15 s to 5 min. Selection and evaluation never drop a prompt, so they may pause for this long
+    at each prompt."""
     generate_fn: FunctionName = ""
-    """Your own function in place of the engines' sampling: `package.module:function`. It takes the pending samples of a
-    group and returns them finished, with the log-probs of the sampled tokens. Empty: the engines sample. Selection and
-    evaluation always use an engine."""
+    """Your own function in place of the engines' sampling: `package.module:function`. The function takes the pending
+    samples of a group, and returns the finished samples with the log-probs of the sampled tokens. Empty: the engines
+    sample. Selection and evaluation always use an engine."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=3600.0, json_schema_extra=PLACEMENT)
     """Time limit of one call of `generate_fn`, seconds. A longer call ends the run, even if the function never
     awaits."""
@@ -106,7 +108,7 @@ class RolloutConfig(Record):
     """The reward function: a name of `rollouts_core.rewards.REWARDS` or `package.module:function`. Empty: the
     environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Several rewards in place of `reward_fn`. Their weighted sum is the reward."""
+    """Several rewards in place of `reward_fn`, whose weighted sum is the reward."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=1800.0, json_schema_extra=PLACEMENT)
     """Time limit of one call of a reward or a filter, seconds. A longer call ends the run, even if the function never
     awaits. The wait for a free processor in the environment `code` does not count. Requests to a service have their own
@@ -119,19 +121,19 @@ class RolloutConfig(Record):
     reason of the first filter that drops the group."""
     buffer_filter_fn: FunctionName = ""
     """Function that chooses which groups to generate next, among groups that were left unfinished when a batch was
-    full: `package.module:function`. It takes these groups and the number wanted, and returns some of them; the other
-    groups wait. Empty: all groups, in order."""
+    full: `package.module:function`. The function takes the unfinished groups and the number of groups wanted, and
+    returns the groups to generate now; the other groups wait. Empty: all groups, in order."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest age of a token when it is trained on, as the number of weight publications since it was sampled. Above 0:
     this number of batches is generated ahead while the trainer trains. 0: engines and trainer take turns."""
     max_partial_staleness: int = Field(default=0, ge=0)
     """Treatment of completions that over-sampling or a filter leaves unfinished when a batch is full; only with
-    max_staleness 0. 0: they start again in the next step. Above 0: they continue with the next weights, until their
-    oldest token was sampled this number of weight publications ago."""
+    max_staleness 0. 0: the completions start again in the next step. Above 0: the completions continue with the next
+    weights, until their oldest token was sampled this number of weight publications ago."""
     in_flight: InFlight = "finish"
-    """Treatment of running completions when weights are published. finish: the publication waits until they are
-    finished. abort: they are stopped, and the new weights continue after the tokens that they have. continue: the
-    engine pauses, loads the weights, recomputes the keys and values of the tokens, and continues; not supported by
+    """Treatment of running completions when weights are published. finish: the publication waits until the completions
+    are finished. abort: completions are stopped, and continue after their last token with the new weights. continue:
+    the engine pauses, loads the weights, recomputes the keys and values of the tokens, and continues; not supported by
     vLLM."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of prompts and of the sampling of completions."""

@@ -5,9 +5,8 @@ trackers.
     https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
 A part of a path counts as a secret if it mixes lower-case letters, capitals and digits, like most keys. Hexadecimal ids
-are permitted, because account numbers and commits look the same, except in addresses of webhooks, which are secret as a
-whole. Paths of buckets and folders are permitted. Queries without a secret, such as `?api-version=2024-06-01`, are
-permitted too.
+are permitted, because account numbers and commits look the same. Addresses of webhooks are refused as a whole. Paths of
+buckets and folders are permitted. Queries without a secret, such as `?api-version=2024-06-01`, are permitted too.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ USER_SCHEMES = ("ssh", "sftp")
 """Last parts of schemes, such as ssh in git+ssh. Addresses like git+ssh://git@host may contain a login name, but no
 password."""
 WEB_SCHEMES = ("http", "https")
-"""Last parts of the schemes of web services. In other schemes, the path is a name that the owner of a bucket or folder
-chose."""
+"""Last parts of the schemes of web services. Only their paths are checked, because other paths are names that the owner
+of a bucket or folder chose."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
 """Matches an address without a scheme that contains a user and a password."""
 WEBHOOK = re.compile(
@@ -47,7 +46,7 @@ WEBHOOK = re.compile(
     r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
     re.IGNORECASE,
 )
-"""Matches addresses of webhooks. These addresses are secret as a whole, because they accept messages without a key."""
+"""Matches addresses of webhooks. A webhook accepts messages without a key, so its whole address is secret."""
 TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
 """Matches keys that begin like those of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")

@@ -33,7 +33,7 @@ class SFTTrainingConfig(Record):
     packing: bool = True
     """Fill each row with several demonstrations, without attention between them."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
-    """Tokens that are trained on. last_assistant: those of the last assistant turn. all_assistant: those of all
+    """Tokens that are trained on. last_assistant: tokens of the last assistant turn. all_assistant: tokens of all
     assistant turns. everything: all tokens of the conversation."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of demonstrations, of the initial adapters and of dropout."""
@@ -44,8 +44,8 @@ class SFTTrainingConfig(Record):
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
     """Largest number of skipped updates in a row; after one more, the run ends. 0: no limit."""
     stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run starts to
-    measure again."""
+    """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run forgets
+    the measurements of earlier attempts."""
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)
@@ -53,8 +53,8 @@ class SFTTrainingConfig(Record):
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Number of newest checkpoints that are kept on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """Number of best checkpoints that are kept besides the newest ones. They are ranked by their loss on
-    `data.sft_eval`. Needs these rows, and an `eval_every` that divides `checkpoint_every`."""
+    """Number of best checkpoints that are kept besides the newest ones. Checkpoints are ranked by their loss on
+    `data.sft_eval`. Needs `data.sft_eval`, and an `eval_every` that divides `checkpoint_every`."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run with the same settings from which to resume, for example with a larger num_steps. The
     value is the checkpoint's folder, or the folder of its stage for the newest checkpoint."""

@@ -1,11 +1,12 @@
-"""Replace `policy.attention = "auto"` by an attention kernel in a training's first attempt, for all its attempts.
+"""Choose the attention kernel for `policy.attention = "auto"` in a training's first attempt. All attempts use this
+kernel.
 
 Not here: choosing the kernel (model/attention_choice.py).
 
     first attempt    job.json: auto -> choose_kernel -------------------> events.jsonl, job.json
     later attempts   job.json: auto -> the event of the first attempt --> job.json
 
-Each attempt gets a new job.json with "auto". So the event stores the kernel for later attempts.
+Each attempt gets a new job.json with "auto", so later attempts read the kernel from the event.
 """
 
 from __future__ import annotations

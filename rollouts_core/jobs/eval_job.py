@@ -66,7 +66,8 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     A selection of checkpoints skips a checkpoint with non-finite outputs, and writes a warning to result.json.
 
     Raises:
-        DivergedError: all checkpoints have non-finite outputs, or a checkpoint outside of a selection has.
+        DivergedError: all checkpoints have non-finite outputs; or the job is not a selection, and one checkpoint has
+            non-finite outputs.
     """
     scores_of, outcomes_of, left_out = dict[str, list[float]](), dict[str, dict[str, Any]](), list[str]()
     with (
@@ -111,7 +112,8 @@ async def score_checkpoint(
 ) -> tuple[list[float], dict[str, Any]]:  # Any: JSON
     """Score one checkpoint, and write its completions to samples/.
 
-    Returns one score per row. With several completions per prompt, also pass rates and votes by prompt.
+    Returns one score per row, and a dict for result.json. With several completions per prompt, the dict has each
+    prompt's number of right completions and its majority vote; otherwise it is empty.
     """
     if job.evaluation.metric == "loss":
         demonstrations = load_demonstrations(checkpoint, job)
@@ -150,7 +152,7 @@ def check_same_tokens(
 ) -> None:
     """Raise DataError if two checkpoints have different tokens for the same demonstrations.
 
-    Losses are means over tokens, so that the losses of such checkpoints cannot be compared.
+    Losses are means over tokens, so losses over different tokens cannot be compared.
     """
     if [trained_tokens(sample) for sample in samples] != [trained_tokens(sample) for sample in others]:
         raise DataError(
@@ -189,8 +191,8 @@ async def complete_once(
 ) -> list[Sample]:
     """Reuse the completions in samples/<name>.jsonl if an earlier attempt wrote all of them, else call `complete`.
 
-    Completions are written before grading. So they are not lost if a reward function or a later checkpoint fails. Their
-    rewards are not reused, because the user may have repaired the reward function.
+    Completions are written before grading, so that a failing reward function or a failing later checkpoint does not
+    lose them. Rewards are not reused, because the user may have repaired the reward function.
 
     Args:
         made_from: digest of model, rows and settings (`describe_origin`). Stored completions with another digest are
@@ -206,7 +208,7 @@ async def complete_once(
     if len(kept) == num_prompts * rollout.n_samples_per_prompt:
         logger.info("reusing the completions in samples/%s.jsonl from an earlier attempt", name)
         return [replace(sample, reward=None) for sample in kept]
-    path.unlink(missing_ok=True)  # before the event, so that the file always belongs to the last event
+    path.unlink(missing_ok=True)  # delete before writing the event, so that a file always belongs to the last event
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("completing", name=name, made_from=made_from)
     samples = await complete()
@@ -232,7 +234,7 @@ async def complete_prompts(
     """Sample ungraded completions with the embedded engine in this process, or start other engines for the checkpoint.
 
     Raises:
-        DivergedError: the checkpoint computes non-finite numbers. An engine may have failed with another error.
+        DivergedError: the checkpoint computes non-finite numbers, even if the engine failed with another error.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.spec.is_own:

@@ -1,6 +1,6 @@
 """Connect an RL job to its inference engines: clients, leases, and the folder for published weights.
 
-The clients themselves are in engines/. The engines are started by tasks/engine.py and serve_job.py.
+The clients are implemented in engines/. The engines are started by tasks/engine.py and serve_job.py.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from rollouts_core.run_directory import RunDirectory
 LEASE_RENEWAL_S = 5.0
 RENEWAL_TIMEOUT_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
-"""Seconds to wait for a lost engine if the job has other engines. They take over its requests while it restarts."""
+"""Seconds to wait for a lost engine if the job has other engines, which take over the lost engine's requests."""
 
 
 @asynccontextmanager
 async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
     """Connect to the job's engines, and wait until they are ready. Start a router if the settings ask for one.
 
-    Yields a list with one client, which distributes requests over all engines. The list is empty without engines.
+    Yields a list with one client, which distributes requests over all engines. The list is empty if the job has no
+    engines.
 
     Args:
-        directory: the job's run directory. The output of a started router is written to `router.txt` there.
+        directory: the job's run directory. The output of a started router is written to `router.txt` in this directory.
     """
     engine = job.rollout.engine
     async with AsyncExitStack() as stack:
@@ -102,7 +103,8 @@ class Route:
 
 
 def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
-    """A list with one client for all engines of the job; empty without engines. `route` is a router to send through."""
+    """A list with one client for all engines of the job; empty without engines. With `route`, the client sends
+    completion requests to this router."""
     is_alone = len(job.engines) == 1 and route is None
     clients = [
         create_engine(
@@ -181,7 +183,7 @@ def renew_lease(address: EngineAddress, api_key: str) -> None:
 
 
 def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
-    """Settings for publishing weights to the engines. Names of versions begin with the job's fingerprint."""
+    """Settings for publishing weights to the engines. Names of weight versions begin with the job's fingerprint."""
     return PublishTarget(
         weights_dir=directory.weights,
         model_config=Path(job.model.model.path) / "config.json",

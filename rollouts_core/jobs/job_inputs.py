@@ -24,7 +24,7 @@ def checked_file(file: InputFile) -> Iterator[None]:
     """Check a data file before and after the `with` block, in which the caller reads the file.
 
     Raises:
-        DataError: the file is not byte for byte the planned file.
+        DataError: the file is missing, or its content has changed since the stage was planned.
     """
     check_digest(file, digest_path(file.path))
     yield
@@ -43,7 +43,7 @@ def check_digest(file: InputFile | InputDataset, found: str) -> None:
 
 
 def check_model(model: InputModel) -> None:
-    """Raise CheckpointError if a model's folder is not byte for byte the folder from planning."""
+    """Raise CheckpointError if a model's content has changed since the stage was planned."""
     path = Path(model.model.path)
     if (path / MANIFEST).is_file():
         verify_checkpoint(path)

@@ -2,9 +2,9 @@
 
     trainer's node ── POST, Authorization: Bearer KEY ──> set the lease file's modification time to now
 
-The supervisor (infra/supervisor/) ends an engine whose lease is not renewed. The service ends with the engine, whose
-end closes the service's standard input. This file runs as a program in an interpreter without packages, so it imports
-only the standard library.
+The supervisor (infra/supervisor/) ends an engine whose lease is not renewed. The service ends when its standard input
+is closed, which happens when the engine ends. This file runs as a program in an interpreter without packages, so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ REQUEST_TIMEOUT_S = 10.0
 
 
 def start_lease_service(listener: socket.socket, lease_file: str, key_variable: str) -> None:
-    """Start the service as a child process. It ends when this process ends, also if exec has replaced this process.
+    """Start the service as a child process. The service ends when this process ends, even if `exec` has replaced the
+    program of this process by the engine.
 
     Args:
         lease_file: the file whose modification time is the time of the last renewal.

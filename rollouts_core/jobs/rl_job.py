@@ -68,7 +68,7 @@ def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The training backend of the job. With several processes, this rank's part of the backend."""
+    """The training backend of the job; with several processes, the part of the backend on this rank."""
     training = job.training
     return create_backend(
         job.model.model,
@@ -115,7 +115,8 @@ async def train_on_prompts(
 ) -> dict[str, int]:
     """Train on completions that engines sample for the prompts.
 
-    Returns for result.json: the number of prompts in the file, and how often a prompt was drawn.
+    Returns two fields of result.json: the number of prompts in the file, and the number of times that a prompt was
+    drawn.
     """
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
@@ -166,7 +167,7 @@ async def run_rl_loop(
     """Run the training loop (rl.py), which writes metrics and checkpoints to the job's directory.
 
     Args:
-        source: gives the samples of each step, sampled now or recorded by an earlier run.
+        source: gives the samples of each step. Engines sample them, or an earlier run recorded them.
     """
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
@@ -190,7 +191,8 @@ async def run_rl_loop(
 
 
 def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> str:
-    """Text for the log if trainer and engines compute in different number formats: does the loss correct for this?
+    """The log message that trainer and engines use different number formats, and whether the loss corrects for the
+    difference; empty if the formats are equal.
 
     Args:
         dtype: the number format of the engines' weights; None if unknown.
@@ -207,8 +209,8 @@ def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> s
 def collect_warnings(directory: RunDirectory) -> dict[str, str]:
     """The field `warning` of result.json, as a dict. Empty without a warning.
 
-    It reports that many steps made no update, or that engines rounded most of the updates away. warning_rules.py has
-    logged the same problems during the training.
+    The warning says that many steps made no update, or that engines rounded most of the updates away. During the
+    training, warning_rules.py has already logged these problems.
     """
     lines = read_metrics(directory.metrics)
     if skipped := describe_skipped_steps(lines):
@@ -220,7 +222,7 @@ def collect_warnings(directory: RunDirectory) -> dict[str, str]:
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     """A warning with the number of steps without an update by rewards, the reasons and a remedy.
 
-    Empty if the share of such steps is below `MANY_SKIPPED`.
+    Empty if less than the share `MANY_SKIPPED` of the logged steps lacked an update by rewards.
 
     Args:
         lines: the metrics of the logged steps.
@@ -240,7 +242,7 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
     """Write the samples of an RL step and their sampling temperature to samples/.
 
-    Files of later steps are deleted. An earlier attempt wrote them, before it was rolled back to this step.
+    Files of later steps are deleted, because they belong to an earlier attempt that was rolled back.
     """
     directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)
     for path in (*directory.samples.glob("step_*.jsonl"), *directory.credit.glob("step_*.jsonl")):
@@ -251,8 +253,8 @@ def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, t
 def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: RolloutScores) -> None:
     """Write advantages and the trainer's log-probs of a step to credit/, one line per sample.
 
-    An advantage is one number per sample or one per token. Log-probs exist only if the settings need them. Numbers per
-    token have the same indices as the tokens in samples/.
+    An advantage is one number per sample or one per token. Log-probs are written only if the settings need log-probs.
+    Numbers per token have the same indices as the tokens in samples/.
     """
     lines = []
     for place, advantage in enumerate(credit.advantages):
@@ -266,5 +268,5 @@ def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: Rol
 
 
 def _rounded(of_positions: Tensor) -> list[float]:
-    """Shift numbers per position to numbers per token, because position i predicts token i + 1. Round them."""
+    """Numbers per token from numbers per position, rounded. Position i predicts token i + 1, so token 0 gets 0."""
     return [0.0, *(round(each, CREDIT_DIGITS) for each in of_positions.tolist())]

@@ -30,7 +30,7 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
         if job.lease_port:
             offer_renewals(job, directory)
         if not job.engine.spec.is_own:
-            # Importing the clients of SGLang and vLLM takes a second.
+            # Imported here, because importing the clients of SGLang and vLLM takes a second.
             from rollouts_core.engines.launch import describe_slow_engine, exec_engine
 
             events.warn(describe_slow_engine(job.engine, Path(job.model.model.path)))
@@ -65,7 +65,8 @@ def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
 def engine_key(job: ServeJob) -> str:
     """The API key that the server must require. Empty if it requires none.
 
-    The settings may name a key. A server for other machines otherwise requires the run's shared key.
+    The key is in the environment variable that the settings name. If the settings name no variable, a server that other
+    machines can reach requires the run's shared key.
     """
     if job.engine.api_key_variable or is_loopback(job.host):
         return read_key(job.engine.api_key_variable, "engine")

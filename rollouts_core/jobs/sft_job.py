@@ -55,7 +55,7 @@ def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
 
 
 def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
-    """The training backend of the job. With several processes, this rank's part of the backend."""
+    """The training backend of the job; with several processes, the part of the backend on this rank."""
     return create_backend(
         job.model.model,
         job.training.optim,

@@ -35,7 +35,8 @@ from rollouts_core.system.processors import count_processors
 from rollouts_core.system.provenance import describe_process
 
 JAX_THREADS = "PJRT_NPROC"
-"""Environment variable for the size of JAX's thread pools. JAX reads it at its start. XLA has no flag for this."""
+"""Environment variable with the size of JAX's thread pools, which JAX reads when it starts. XLA has no flag for this
+size."""
 
 
 def run_training_job(
@@ -47,7 +48,8 @@ def run_training_job(
 ) -> None:
     """Run a training in this process, which may be one of several processes that torchrun started.
 
-    Only the first process runs the training loop and writes files. The other processes execute its commands.
+    Only the first process runs the training loop and writes files. The other processes execute the commands of the
+    first process.
 
     Args:
         create: creates the backend; with several processes, this rank's part of the backend.
@@ -85,8 +87,8 @@ def full_gpu_told(is_training: Callable[[], bool] = lambda: True) -> Iterator[No
     """Raise FullGPUError if a GPU runs out of memory in the `with` block. A smaller micro-batch may then help.
 
     Args:
-        is_training: returns False before the first step. A smaller micro-batch does not help while the model is loaded,
-            so the original error is raised then.
+        is_training: returns False before the first step. An error before the first step is raised unchanged, because a
+            smaller micro-batch does not help while the model is loaded.
     """
     try:
         yield

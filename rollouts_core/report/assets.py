@@ -1,8 +1,8 @@
 """The report's style sheets and scripts, and the Content-Security-Policy that lets a browser run only these scripts.
 
 The policy allows scripts by their hashes. Markup that is inserted into the page by mistake therefore cannot run as a
-script. The page can neither load nor send anything, also when it is opened as a file. Only a served page may send
-requests, and only to its own server.
+script. A report can neither load nor send anything, even when a browser opens it as a file. Only a page that a server
+delivers may send requests, and only to that server.
 
 Not here: the data (embedded.py).
 """
@@ -50,7 +50,7 @@ DecompressionStream."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets:
-    """The parts of a report besides its data."""
+    """The style sheet, the script and the Content-Security-Policy of a page."""
 
     style: Markup
     script: Markup

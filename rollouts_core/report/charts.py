@@ -70,7 +70,6 @@ class Chart:
 
 
 def axis_place(axis: Axis, value: float) -> float:
-    """The coordinate of a value on the axis."""
     share = (value - axis.low) / (axis.high - axis.low)
     return round(axis.start + share * (axis.end - axis.start), 1)
 

@@ -102,7 +102,6 @@ class RunScores:
     display: ScoreDisplay
 
     def of(self, model: str) -> Scored:
-        """The scores of a model."""
         return next(each for each in self.scored if each.name == model)
 
 

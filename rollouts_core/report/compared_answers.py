@@ -48,7 +48,6 @@ class AnswerSet:
 
     @property
     def label(self) -> str:
-        """The model's name on the page."""
         return "Base" if self.model == BASE else letter_of(self.run)
 
 

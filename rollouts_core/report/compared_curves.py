@@ -37,7 +37,6 @@ JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edg
 
 
 def overlay_curves(runs: Sequence[ComparedRun]) -> list[JsonObject]:
-    """The curves of all runs by stage and metric."""
     every = [{section["label"]: section for section in describe_curves(run.report)} for run in runs]
     same = describe_same_stages(runs)
     return [

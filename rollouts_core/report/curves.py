@@ -60,7 +60,6 @@ class Bucket(NamedTuple):
 
 
 def load_curves(report: ReportInput) -> list[CurveSection]:
-    """The charts of each training stage."""
     sections = []
     for training in report.trainings:
         metrics = read_metrics(RunDirectory(training.run_dir).metrics)
@@ -160,8 +159,7 @@ def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JS
     """The running time in minutes at each GPU sample, with long pauses shortened. [0.0] without samples."""
     # If the clock was set back, the gap is negative. A negative gap counts as 0, so that time never runs backwards.
     gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # A thinned file may have only every hundredth sample. The limit grows with the median gap, because gaps are long
-    # there.
+    # In a file that was thinned to every hundredth sample, all gaps are long, so the limit grows with the median gap.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
     return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]
@@ -194,7 +192,7 @@ def _draw_gpus(
 
 
 def metric_points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) for each step with a finite value. Some steps have none; for example, a skipped step has no
+    """(step, value) for each step with a finite value. A step may lack the metric; for example, a skipped step has no
     loss."""
     return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
 

@@ -48,16 +48,16 @@ NUM_PROBED = 3
 INDEX_BYTES_PER_SAMPLE = 6
 """Approximate size of a sample's row in the page's table, bytes."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""Exceptions from reading lines that were not written by a job of this project."""
+"""Exceptions that a line can cause if it was not written by a job of this project."""
 
 
 class StepFile(NamedTuple):
-    """The samples file of one step, or of one model."""
+    """The samples file of one step, or of one model's held-out answers."""
 
     step: int
     path: Path
     scores: Path | None = None
-    """The file with each sample's advantage and trainer log-probs."""
+    """The file with each sample's advantage and trainer log-probs; None for held-out answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class SampleSet:
 
 @dataclass(slots=True, kw_only=True)
 class KeptStep:
-    """The chosen groups of a step. Their texts stay compressed until the page is written."""
+    """The chosen groups of a step. The groups' texts stay compressed until the page is written."""
 
     set_index: int
     step: int
@@ -280,7 +280,8 @@ def encoded_groups(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGr
 
 
 def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
-    """Each sample with the training's record of the sample; an unknown record is empty."""
+    """Each sample with its line of the training's scores file (advantage, trainer log-probs); {} if this line is
+    missing."""
     scores: list[JsonObject | None] = []
     if file.scores is not None and file.scores.is_file():
         with file.scores.open("rb") as lines:
@@ -353,7 +354,6 @@ def split_chunks(kept: Iterable[KeptStep]) -> Iterator[tuple[int, list[str]]]:
 
 
 def group_texts(step: KeptStep) -> list[str]:
-    """The groups of a step as JSON."""
     return zlib.decompress(step.draft).decode().splitlines()
 
 

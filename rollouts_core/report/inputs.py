@@ -58,7 +58,8 @@ class ReportInput:
     usd_outside_stages: float | None = None
     """Cost of rented machines outside of stages, until the report was written; None if the run rented no machine."""
     evaluation_dir: Path
-    """Run directory of the final evaluation. The evaluated checkpoints are named "base" and like the trainings."""
+    """Run directory of the final evaluation. The evaluated checkpoints are named "base" or after their training ("sft",
+    "rl")."""
     trainings: tuple[TrainedStage, ...]
     """The trainings of the run, in order."""
     checkpoint_path: str

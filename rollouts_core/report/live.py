@@ -177,7 +177,6 @@ def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
-    """The texts for a stage, from the stage's files."""
     files = RunDirectory(stage.run_dir)
     metrics = metrics_by_step(read_last_lines(files.metrics))
     events = read_last_lines(files.events)

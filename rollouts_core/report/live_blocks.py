@@ -9,7 +9,7 @@
     chunk/rl/120/g7/<version>    group 7 of step 120
 
 The sample files of a page have about `PAGE_BYTES` together. Pages are counted from the first step, so a new step
-changes only the last page. A request for a page encodes the page's files. The files encoded last stay in memory.
+changes only the last page. A request for a page encodes the page's files. The most recently used files stay in memory.
 
 Not here: the page (live.py), the encoding of a rollout (rollout_codec.py), the decoding in the page (viewer.js).
 """
@@ -136,7 +136,6 @@ def find_block(run: LiveRun, name: str, cache: StepCache) -> bytes | None:
 
 
 def describe_live_curves(run: LiveRun, *_: object) -> list[JsonObject]:
-    """The curves of all trainings so far, thinned."""
     sections = []
     for stage in run.stages:
         if not is_training(stage.name):
@@ -182,8 +181,8 @@ def model_labels(stage: LiveStage) -> dict[str, str]:
 
 
 def vocabulary_of(stages: Sequence[LiveStage]) -> Vocabulary:
-    """The texts of tokens, from a start model or checkpoint of these stages; empty if this machine has no such
-    folder."""
+    """The texts of tokens, from the folder of a start model or checkpoint of `stages`; empty if this machine has no
+    such folder."""
     for stage in stages:
         job = load_job_of(stage.run_dir)
         starts = [Path(job.model.model.path)] if isinstance(job, SFTJob | RLJob) else []

@@ -1,4 +1,4 @@
-"""The records of a run and its stages that the live page shows, and the errors from invalid files."""
+"""Records of a run and its stages for the live page, and the exceptions that invalid files cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rollouts_core.errors import RolloutsError
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
-"""Exceptions from reading files that were not written by a job of this project."""
+"""Exceptions that a file can cause if it was not written by a job of this project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

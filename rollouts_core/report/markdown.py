@@ -12,8 +12,8 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~&!]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]|^(?:\d+
 
 
 def escaped(text: str) -> str:
-    """The text as one line of Markdown that shows exactly this text. Links, images, HTML and tables lose their
-    meaning."""
+    """The text as one line of Markdown that shows exactly this text. Markup in the text, such as links, images, HTML
+    and tables, is shown as plain characters."""
     printable = "".join(each if each.isprintable() else " " for each in text)
     return _MARKUP.sub(_escape, " ".join(printable.split()))
 

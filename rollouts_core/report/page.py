@@ -157,8 +157,8 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
     """The scores as a Markdown table, and a sentence for every comparison.
 
     Args:
-        show: escapes a name or a sentence to one line. A terminal does not render Markdown, so its caller passes
-            another function.
+        show: escapes a name or a sentence to one line. For output to a terminal, which does not render Markdown, the
+            caller passes another function.
     """
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
@@ -174,7 +174,8 @@ def render_results_markdown(results: Results, show: Callable[[str], str] = escap
             for measure in results.measures
         ]
         lines += [f"| {' | '.join(row)} |" for row in cells]
-    shown = tuple((score.mean, score.interval) for score in results.scores)  # pass@1 of rewards of 0 and 1 repeats them
+    # With rewards of 0 and 1, pass@1 equals the scores above and is left out.
+    shown = tuple((score.mean, score.interval) for score in results.scores)
     of_measures = [each.difference for each in results.measures if each.difference and each.values != shown]
     compared = [*results.differences, *of_measures]
     return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in compared)])

@@ -68,8 +68,8 @@ def format_time(seconds: float) -> str:
 
 
 def _machines(report: ReportInput) -> list[tuple[str, str]]:
-    """The machine and software of each training. A training on the same machine as the previous training adds
-    nothing."""
+    """The machine and software of each training. A training on the same machine as the previous training gets no
+    line."""
     facts, before = [], dict[str, Any]()  # Any: JSON
     for training in report.trainings:
         started = _last_start(training.run_dir)
@@ -90,7 +90,8 @@ def _last_start(run_dir: Path) -> dict[str, Any]:  # Any: JSON
 def _placement(report: ReportInput) -> str:
     """The work of each GPU during the last training, with the estimated memory; empty for a training without GPUs.
 
-    The job's record has the placement that the run planned on its node. The report's settings lack this placement.
+    The placement is read from job.json, because the report's settings lack the placement that the run planned on its
+    node.
     """
     if report.config is None or not report.trainings or not _last_start(report.trainings[-1].run_dir).get("gpus"):
         return ""
@@ -167,7 +168,6 @@ def describe_settings(config: Config | None) -> list[Setting]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
-    """The default of each section of the configuration that has a default."""
     sections = {name: field for name, field in type(config).model_fields.items() if not field.is_required()}
     defaults = {name: field.get_default(call_default_factory=True) for name, field in sections.items()}
     return {
@@ -177,7 +177,6 @@ def _defaults(config: Config) -> dict[str, Any]:  # Any: JSON
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON
-    """Each setting with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")

@@ -51,7 +51,6 @@ class ScoreDisplay:
 
     @property
     def is_lower_better(self) -> bool:
-        """Whether a lower shown number is better."""
         return self.factor < 0
 
 
@@ -135,7 +134,8 @@ class Evaluated(NamedTuple):
 
 
 def load_evaluation(directory: Path) -> Evaluated:
-    """The content of an evaluation's result.json, with intervals by one method.
+    """The content of an evaluation's result.json, with confidence intervals that one method computes for all
+    checkpoints.
 
     Raises:
         DataError: the evaluation is not finished.
@@ -162,16 +162,16 @@ def load_evaluation(directory: Path) -> Evaluated:
 
 
 def load_results(report: ReportInput) -> Results:
-    """The results of the final evaluation. Each checkpoint is compared with the previous checkpoint, the last with the
-    first."""
+    """The results of the final evaluation. Each checkpoint is compared with the previous one, and the last also with
+    the first."""
     return describe_results(report.evaluation_dir, report.labels, report.selected)
 
 
 def describe_results(
     evaluation_dir: Path, labels: Mapping[str, str], checkpoints: Mapping[str, str] = MappingProxyType({})
 ) -> Results:
-    """The results of an evaluation for labelled models. Each model is compared with the previous, the last with the
-    first.
+    """The results of an evaluation for labelled models. Each model is compared with the previous model, and the last
+    model also with the first.
 
     Args:
         labels: the models' titles by their name in the evaluation, in the page's order.
@@ -200,7 +200,7 @@ def describe_results(
 
 
 def shared_measures(found: Sequence[Scored]) -> list[str]:
-    """The measures that all checkpoints have. Scores by an older version have no measures."""
+    """The measures that all checkpoints have. A result.json from an older version has no measures."""
     return [title for title in found[0].measures if all(title in scored.measures for scored in found)]
 
 

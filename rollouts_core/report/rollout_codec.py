@@ -71,7 +71,7 @@ def encode_group(records: Sequence[JsonObject], scores: Sequence[JsonObject], vo
     """Encode the records of one group from a file of samples.
 
     Args:
-        scores: the training's record of each sample; empty if unknown.
+        scores: the training's record of each sample (advantage, trainer log-probs); {} if the record is unknown.
     """
     first, metadata = records[0], records[0].get("metadata") or {}
     turns = prompt_turns(first["prompt"])

@@ -62,8 +62,8 @@ class Transcript:
 def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcript]:
     """Prompts that all checkpoints with samples answered. Prompts for which the rewards differ come first.
 
-    The patterns of rewards (only RL is right, only RL is wrong, ...) take turns, the most frequent pattern first. A
-    rare loss is therefore shown next to frequent gains.
+    The patterns of rewards (only RL is right, only RL is wrong, ...) take turns, the most frequent pattern first, so
+    that rare patterns are shown too.
     """
     directory = RunDirectory(evaluation_dir).samples
     by_name = {name: first for name in names if (first := _first_samples(directory / f"{name}.jsonl"))}

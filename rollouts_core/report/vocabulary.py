@@ -28,7 +28,7 @@ class Vocabulary:
 
     texts: dict[int, str] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
-    """Ids that mark turns and ends of texts. Some engines leave all special ids out of responses, others only
+    """Ids that mark turns and ends of texts. Some engines leave all special ids out of responses, other engines only
     `ends`."""
     ends: frozenset[int] = frozenset()
     """The special ids that end or pad a text."""
@@ -66,7 +66,6 @@ def load_vocabulary(directory: Path) -> Vocabulary:
 
 
 def read_vocabulary(tokenizer: dict[str, Any], config: dict[str, Any]) -> Vocabulary:  # Any: JSON
-    """The vocabulary in the contents of tokenizer.json and tokenizer_config.json."""
     pieces = tokenizer["model"]["vocab"]
     numbered = enumerate(piece for piece, _ in pieces) if isinstance(pieces, list) else _by_id(pieces)
     named = json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])

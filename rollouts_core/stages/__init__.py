@@ -46,7 +46,7 @@ class StagePlace(NamedTuple):
     """A stage of a run."""
 
     name: str
-    """Unique within the run, for example sft, select-sft, rl."""
+    """Name of the stage, unique within the run, for example sft, select-sft, rl."""
     kind: StageKind
 
 
@@ -75,7 +75,6 @@ def stages_of(mode: str) -> tuple[StagePlace, ...]:
 
 
 def trainings_of(mode: str) -> tuple[StagePlace, ...]:
-    """The training stages of a run, in order."""
     return tuple(place for place in stages_of(mode) if place.kind.trains)
 
 
@@ -95,7 +94,8 @@ def is_selection(name: str) -> bool:
 
 
 def is_training(name: str) -> bool:
-    """True if a stage name is a training that this version knows. Stores of other versions may have other stages."""
+    """True if a stage name is a training that this version knows. A store that another version wrote may have other
+    stages."""
     return name in TRAININGS
 
 

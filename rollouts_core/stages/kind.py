@@ -1,7 +1,7 @@
 """`StageKind` describes a kind of stage, such as SFT, to the code that plans, checks, runs and reports stages.
 
-This file must not import torch. So functions that need torch are given by name (`package.module:function`), and `load`
-imports them.
+This file must not import torch. Fields therefore contain functions by name (`package.module:function`), and `load`
+imports a function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Curve(NamedTuple):
     """A metric of a training that the report and the live page plot over the steps."""
 
     metric: str
-    """The name in metrics.jsonl."""
+    """Name of the metric in metrics.jsonl."""
     title: str
     note: str
     """Explanation below the plot."""
@@ -34,7 +34,8 @@ class LearningRates:
     of_adapters: str = "1e-4 to 5e-4"
     """Usual range if adapters (LoRA) are trained."""
     low_for_adapters: float = 2e-5
-    """A learning rate for adapters up to this value gives a warning. It would be usual for training all weights."""
+    """Training adapters with a learning rate up to this value gives a warning, because such a rate is usual for
+    training all weights."""
     share: float = 1.0
     """Usual learning rate of this kind of training, divided by the usual learning rate of SFT."""
 
@@ -47,7 +48,7 @@ class StageKind:
     """
 
     name: str
-    """Name in settings, directories and records. The settings of a training are in `training.NAME`."""
+    """Name of the stage in settings, directories and records. The settings of a training are in `training.NAME`."""
     title: str
     """Name in sentences, for example "supervised fine-tuning"."""
     label: str = ""
@@ -76,7 +77,7 @@ class StageKind:
     Only RL may set this, because checks of graded modes read `training.rl`, and the job must have the fields of
     RLJob."""
     is_judged: bool = False
-    """True if a run fails when the trained model is not better than the model that the training started from."""
+    """True if the run fails when the trained model is not better than the model from which the training started."""
     rules: str = ""
     """Function (Config) -> one error message per conflict between settings of different sections."""
     warn: str = ""
@@ -87,7 +88,7 @@ class StageKind:
     """Function (settings, section) -> advice on settings that lower the training's GPU memory."""
     smaller_batch: str = ""
     """Function (settings, run directory, number of processes) that lowers the micro-batch after a GPU ran out of
-    memory. It returns a Lowered, or None if the micro-batch is already the smallest."""
+    memory. The function returns a Lowered, or None if the micro-batch is already the smallest."""
     find_unused: str = ""
     """Function (Config) -> one sentence per setting of the training that has no effect."""
     learning_rates: LearningRates = LearningRates()

@@ -1,6 +1,6 @@
 """Build the jobs of trainings from the settings. A job contains the digests of its start model and its data.
 
-`tasks/plan.py` chooses the job's directory and node. It also plans the jobs that evaluate models.
+`tasks/plan.py` chooses the job's directory and node, and plans the jobs that evaluate models.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
     """The digest of the user's code and models that sampling, grading, filtering and the loss use.
 
-    It covers the user's Python files (`digest_plugins`) and the local folders of models that grade. Weights in the
-    folder of a judge do not count, because a job reads only the judge's tokenizer.
+    The digest covers the user's Python files (`digest_plugins`) and the local folders of models that grade. Weights in
+    the folder of a judge do not count, because a job reads only the judge's tokenizer.
     """
     own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]

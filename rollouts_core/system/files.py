@@ -72,7 +72,8 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory. It is renamed first, so that a crash never leaves a partial directory at `path`."""
+    """Delete a directory. The directory is renamed first, so that a crash never leaves a part of the directory at
+    `path`."""
     doomed = path.with_name(f".{path.name}.partial-removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 TIMEOUT_S = 30.0
-"""Timeout of nvidia-smi. It takes seconds if the driver must be loaded first."""
+"""Timeout of nvidia-smi, which takes seconds if it must first load the driver."""
 END_S = 5.0
 QUERY = "--query-gpu=index,utilization.gpu,memory.used,memory.total"
 MIB_PER_GIB = 1024.0

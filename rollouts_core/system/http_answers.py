@@ -1,4 +1,4 @@
-"""Parse HTTP responses of servers. For any bytes, the result is a value or a ValueError."""
+"""Parse HTTP responses of servers. Any bytes give either a value or a ValueError."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
                     ^                    |
                     +------ pause <------+   connection lost, overload, timeout, or an unreadable response
 
-A request keeps its slot while it pauses before a retry. So an overloaded service gets fewer requests. Not here: the
-content of requests and responses (reward_services.py, reward_models.py), clients of inference engines (engines/).
+A request keeps its slot while it pauses before a retry, so that an overloaded service gets fewer requests. Not here:
+the content of requests and responses (reward_services.py, reward_models.py), clients of inference engines (engines/).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from rollouts_core.system.http_answers import parse_json, shown_beginning
 
 OVERLOADED = (408, 425, 429)
 NEVER = (501, 505)
-"""Status codes from 500 on for which a retry is useless. All other codes from 500 on are retried, also those of proxies
-such as 520 to 524 and 529."""
+"""Status codes from 500 on for which a retry is useless. Requests with other codes from 500 on are retried, including
+codes of proxies such as 520 to 524 and 529."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Largest accepted response, far above the size of scores or of a judge's text. It protects the training's memory."""
+"""Largest accepted response, far above the size of scores or of a judge's text. The limit protects the memory of the
+training process."""
 MAX_SHOWN_CHARACTERS = 200
 
 
@@ -78,8 +79,8 @@ class HTTPService:
 
         Args:
             body: the content of a POST request; None sends a GET request.
-            read: converts the parsed JSON. It raises ValueError, KeyError, TypeError or IndexError for an unexpected
-                response, which is then retried.
+            read: converts the parsed JSON. `read` raises ValueError, KeyError, TypeError or IndexError for an
+                unexpected response; the request is then retried.
 
         Raises:
             EnvironmentUnavailableError: all attempts failed or had unexpected responses.

@@ -1,4 +1,4 @@
-"""Listen on a port, or say which process should give the port up."""
+"""Listen on a port, and raise PortInUseError if another process uses the port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from rollouts_core.errors import InputError
 
 LISTEN_BACKLOG = 2048
-"""Number of connections that wait to be accepted."""
+"""Largest number of connections that may wait to be accepted."""
 
 
 class PortInUseError(InputError):
@@ -16,7 +16,7 @@ class PortInUseError(InputError):
 
 
 def bind_port(host: str, port: int) -> socket.socket:
-    """Create a listening socket. Connections wait in its backlog until the server runs."""
+    """Create a listening socket. Connections wait in the socket's backlog until the server accepts them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
@@ -26,7 +26,7 @@ def bind_port(host: str, port: int) -> socket.socket:
         raise PortInUseError(
             f"port {port} on {host} is in use by another process: stop that process or choose another port"
         ) from error
-    # Accepted connections inherit this option. asyncio sets it only on sockets with an explicit protocol. Without it,
-    # an answer's body would wait 40 ms for the client's delayed acknowledgement of the header.
+    # Accepted connections inherit TCP_NODELAY. asyncio sets this option only on sockets with an explicit protocol.
+    # Without TCP_NODELAY, an answer's body would wait 40 ms for the client's delayed acknowledgement of the header.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -14,8 +14,8 @@ MAX_OPEN_FILES = 65_536
 """The limit is never raised above this value, which is more than any job needs. A higher limit would slow down child
 programs that loop over all file descriptors up to the limit."""
 SHARE_OF_REQUESTS = 4
-"""Each kind of request gets one quarter of the free file descriptors. The rest is for connections that stay open after
-their requests, and for files of rewards, sandboxes, weights and checkpoints."""
+"""Each of the two kinds of requests may use one quarter of the free file descriptors. The other half is for connections
+that stay open after their requests, and for files of rewards, sandboxes, weights and checkpoints."""
 MIN_REQUESTS = 4
 
 
@@ -24,9 +24,9 @@ class RequestPlaces:
     """Limits on the number of concurrent requests from one event loop to all engines."""
 
     completions: asyncio.Semaphore
-    """For requests that generate completions, which may take long."""
+    """Limit for requests that generate completions, which may take long."""
     questions: asyncio.Semaphore
-    """For short requests. Their own limit keeps them from waiting for completions."""
+    """Limit for short requests, separate so that they do not wait for completions."""
 
 
 _places: RunVar[RequestPlaces] = RunVar("places of requests")
@@ -45,7 +45,8 @@ def raise_file_limit() -> None:
 
 
 def request_places() -> RequestPlaces:
-    """The limits on requests of the current event loop. The first call computes them from the free descriptors."""
+    """The limits on requests of the current event loop. The first call computes the limits from the number of free file
+    descriptors."""
     try:
         return _places.get()
     except LookupError:

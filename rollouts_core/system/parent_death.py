@@ -1,7 +1,7 @@
 """Kill a process as soon as its parent process ends, so that no process is left over on a machine.
 
-As a program, this file replaces itself by a command that is killed in the same way. It imports only the standard
-library, so that it starts quickly:
+Run as a program, this file replaces itself by COMMAND, which the kernel also kills when its parent ends. The file
+imports only the standard library, so that the program starts quickly:
 
     python -I -S parent_death.py PARENT COMMAND...      PARENT: the process id of the parent
 """
@@ -17,14 +17,14 @@ _PR_SET_PDEATHSIG = 1
 ORPHANED = 125
 """Exit code if the parent process had already ended when this process started to watch it."""
 NO_PROGRAM = 127
-"""Exit code if the command cannot be started, as in a shell."""
+"""Exit code if the command cannot be started. Shells use the same code."""
 
 
 def die_with_parent(parent: int = 0) -> None:
     """Tell the kernel to kill this process when its parent process ends (Linux only).
 
     Args:
-        parent: the parent's process id. It is needed if the parent may already have ended.
+        parent: the parent's process id; 0 means the current parent. Give the id if the parent may already have ended.
     """
     if sys.platform == "linux":
         parent = parent or os.getppid()

@@ -1,6 +1,6 @@
 """Register files that programs written by the policy must not read, such as data with expected answers.
 
-environments/sandbox.py decides which folders such programs can read.
+environments/sandbox.py decides which folders programs written by the policy can read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _private: set[Path] = set()
 
 
 def keep_private(path: str | Path) -> None:
-    """Register a file or folder. A program of the policy that could read it is not started."""
+    """Register a file or folder. The sandbox refuses to start a policy's program that could read the registered
+    path."""
     _private.add(Path(path).resolve())
 
 

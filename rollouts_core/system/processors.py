@@ -1,7 +1,8 @@
 """Count the processors that this process can use, to choose the number of compute threads.
 
-A container with a limit of seven processors often sees all 96 processors of its machine. With 96 threads, the limit
-pauses some threads. torch's threads wait for each other after each operation, so computing becomes ten times slower.
+A container with a limit of seven processors often sees all 96 processors of its machine. If a process in the container
+starts 96 threads, the limit pauses some threads. torch's threads wait for each other after each operation, so computing
+becomes ten times slower.
 """
 
 from __future__ import annotations

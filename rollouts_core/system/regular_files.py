@@ -1,7 +1,7 @@
 """Open files whose paths come from untrusted input, and reject everything that is not a regular file.
 
-Other kinds are dangerous: opening a FIFO blocks until there is a writer, opening a device may start it, and /dev/zero
-never ends.
+Other kinds of files are dangerous: opening a FIFO blocks until there is a writer, opening a device may start the
+device, and reading /dev/zero never ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK_AT = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
 def found_file(path: Path | str) -> Iterator[str]:
     """Yield a path that opens the regular file at `path`, even if another file replaces it during the `with` block.
 
-    Symlinks are followed, because memory of another process has a path that is a symlink (/proc/<pid>/fd/<n>).
+    Symlinks are followed, because the path of another process's memory is a symlink (/proc/<pid>/fd/<n>).
 
     Raises:
         OSError: the file does not exist, is not readable, is empty, or is not a regular file.
@@ -56,7 +56,8 @@ def open_file(path: Path | str) -> BufferedReader:
     """Open a regular file for reading. The file may be empty.
 
     Raises:
-        OSError: the file is not readable, or not a regular file. `strerror` then says what it is, such as a FIFO.
+        OSError: the file is not readable, or not a regular file. For a file that is not regular, `strerror` says what
+            the file is, such as a FIFO.
     """
     descriptor = os.open(path, LOOK_AT)
     try:
@@ -79,7 +80,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _find_problem(mode: int) -> str:
-    """Text such as "a FIFO, not a file" if the mode is not that of a regular file; else empty."""
+    """Text such as "a FIFO, not a file" if the mode belongs to anything but a regular file; else empty."""
     return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 

@@ -1,6 +1,6 @@
 """Make writing to standard error safe if its reader has ended, as after `| head`, a killed `tee` or a closed terminal.
 
-This also handles processes that start without standard streams, as from some schedulers and daemons.
+`open_standard_streams` handles processes that start without standard streams, as from some schedulers and daemons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def open_standard_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: that of the missing stream
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is the missing stream's
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
@@ -60,6 +60,6 @@ class _StandardError(io.TextIOBase):
 def _stream() -> TextIO:
     """Standard error itself, even while a progress bar of rich replaces `sys.stderr`.
 
-    The bar writes through this module, so using the replacement would recurse.
+    The progress bar writes through this module, so writing to the bar's replacement of `sys.stderr` would recurse.
     """
     return cast(TextIO, getattr(sys.stderr, "rich_proxied_file", sys.stderr))

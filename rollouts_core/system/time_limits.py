@@ -1,9 +1,10 @@
 """Enforce time limits for calls of a user's functions, even for functions that never await.
 
-A function that never awaits blocks the event loop, so the loop's timers cannot end the function. Jobs run the event
-loop in the main thread. There a signal interrupts the function, or the part of a coroutine between two awaits. This
-costs a few microseconds per call, and functions stay in the main thread, as libraries with signal handlers require. If
-the event loop runs in another thread, a plain function runs in a new thread, which is abandoned at the deadline.
+A function that never awaits blocks the event loop, so the loop's timers cannot end the function. In the main thread,
+where jobs run the event loop, a signal interrupts the function, or the part of a coroutine between two awaits. The
+signal costs a few microseconds per call, and functions stay in the main thread, as libraries with signal handlers
+require. If the event loop runs in another thread, a plain function runs in a new thread. This new thread is abandoned
+at the deadline.
 
     call of grade ── waits for its turn ── runs a program ── returns
     time that counts |    paused (take_turn)   |-------------|
@@ -37,15 +38,18 @@ CLEAN_UP_S = 5.0
 
 
 class OutOfTimeError(TimeoutError):
-    """The time limit of a call ended it. A TimeoutError that the call itself raises has another class."""
+    """A call was ended because it exceeded its time limit. A TimeoutError that the called function raises has another
+    class."""
 
 
 class BlockedError(OutOfTimeError):
-    """A function did not return or await within its time limit, and was interrupted. The message has the line."""
+    """A function did not return or await within its time limit, and was interrupted. The message names the interrupted
+    line."""
 
 
 class _Interrupt(BaseException):
-    """Raised by the signal handler. Not an Exception, because `except Exception` in a function would catch it."""
+    """Raised by the signal handler. The class does not inherit from Exception, because a user's `except Exception`
+    would catch it."""
 
 
 class _Clock:
@@ -66,7 +70,6 @@ class _Clock:
 
     @property
     def left_s(self) -> float:
-        """The call's remaining seconds."""
         return self._left_s if self._num_waits else self._deadline - monotonic()
 
     def stop(self) -> None:
@@ -128,7 +131,7 @@ async def call_within(
 def uncounted() -> Iterator[None]:
     """Exclude the time of the `with` block from the time limits of all enclosing calls.
 
-    Use this for waiting that has its own limit and does not depend on the call, for example for a free slot.
+    Use this for a wait that has its own limit and that the call does not cause, for example the wait for a free slot.
     """
     clock, clocks = _current_clock.get(), list[_Clock]()
     while clock is not None:
@@ -165,11 +168,12 @@ def interrupt_after(
 ) -> Iterator[None]:
     """Raise BlockedError inside the `with` block if it takes longer than `timeout_s`, even if it never awaits.
 
-    This uses the signal SIGALRM, so the limit works only in the main thread and on systems with this signal.
+    The limit uses the signal SIGALRM, so it works only in the main thread and on systems with this signal.
 
     Args:
         left_s: the remaining part of `timeout_s`, if a part is already used up.
-        is_over: called at the deadline and every second afterwards. The block is interrupted when it returns True.
+        is_over: called at the deadline and every second afterwards. The block is interrupted when `is_over` returns
+            True.
     """
     if not can_interrupt():
         yield
@@ -180,7 +184,7 @@ def interrupt_after(
     def insist(unraisable: sys.UnraisableHookArgs) -> None:
         """Repeat an interrupt at once if it was raised in a finalizer or a callback of the garbage collector.
 
-        Python drops exceptions that are raised there.
+        Python drops exceptions that finalizers and such callbacks raise.
         """
         nonlocal place
         if not issubclass(unraisable.exc_type, _Interrupt):
@@ -206,7 +210,7 @@ def interrupt_after(
         raise BlockedError(_say_late(timeout_s) + place) from None
     finally:
         is_inside = False
-        # A timer that was already set before the block continues with its remaining time.
+        # A timer that was set before the `with` block continues with its remaining time.
         remaining_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -218,7 +222,7 @@ def interrupt_after(
 def interrupt_after_computing(limit_s: float) -> Iterator[None]:
     """Raise BlockedError inside the `with` block after its thread has used `limit_s` seconds of CPU time.
 
-    Unlike with `interrupt_after`, the load of the machine does not matter.
+    Unlike with `interrupt_after`, waiting and the load of the machine do not count.
     """
     began = thread_time()
     with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):
@@ -270,7 +274,8 @@ async def _call_in_thread(
 ) -> Any:  # Any: a user's function made it
     """Run a function in a new thread, and await its result.
 
-    A thread cannot be ended, so it is abandoned after the timeout. It is a daemon thread, so that the process can exit.
+    A thread cannot be ended, so the thread is abandoned after the timeout. The thread is a daemon, so that the process
+    can exit.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()  # Any: a user's function made it

@@ -20,5 +20,6 @@ def ensure_utf8() -> None:
         return
     os.environ["PYTHONUTF8"] = "1"  # for child processes
     if not sys.flags.utf8_mode:
-        # An option is needed, because `-E` and `-I` ignore the variable, and the process would restart forever.
+        # With `-E` or `-I`, Python ignores PYTHONUTF8. Without the option `-X utf8`, the process would then restart
+        # forever.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

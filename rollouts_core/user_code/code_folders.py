@@ -1,7 +1,7 @@
-"""Add folders to the import path, from which the user's modules can be imported, in this process and in its jobs.
+"""Add folders with the user's modules to the import path of this process and of its jobs.
 
 The folders come last on sys.path, so that a user's file with the name of an installed package does not hide the
-package. PYTHONPATH would put the folders before the standard library.
+package. PYTHONPATH is not used for the folders, because it would put them before the standard library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "ROLLOUTS_CODE_PATH"
-"""Environment variable that passes these folders on to child processes."""
+"""Environment variable that passes the added folders on to child processes."""
 
 
 def add_code_folders(folders: Iterable[str | Path]) -> None:

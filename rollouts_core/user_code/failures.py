@@ -42,7 +42,8 @@ def check_generated(
     function: Callable[..., Any],  # Any: a user's function made it
     pending: Sequence[Sample],
 ) -> list[Sample]:
-    """Check the result of a user's generation function. It must have a sample for each pending sample, and no others.
+    """Check the result of a user's generation function. The result must have one sample for each pending sample, and no
+    other samples.
 
     Args:
         generated: the result of the function.
@@ -91,7 +92,7 @@ def _describe_type(value: object) -> str:
 def find_user_place(error: BaseException) -> str:
     """Text " (FILE, line N)" with the innermost frame of the traceback in the user's files. Empty without such a frame.
 
-    Also empty for syntax errors, because their messages already have file and line.
+    The text is also empty for syntax errors, because their messages already have file and line.
     """
     if isinstance(error, SyntaxError):
         return ""

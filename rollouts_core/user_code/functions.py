@@ -64,9 +64,9 @@ def find_foreign_home(found: object, module: ModuleType) -> str:
     """The module that defines an object, if that module belongs to another package than `module`, else "".
 
     Without this check, trusting a package would mean trusting everything that the package imports, such as `os.abort`.
-    Some objects of a package are made by another package's code, such as functions that a decorator returned. They
-    count as the package's own, unless the other package has a name for them, too. In this project, modules are
-    trusted one by one.
+    An object that another package's code made, such as a function that a decorator returned, counts as the package's
+    own, unless a module of the other package also has a name for the object. An object of rollouts_core must be defined
+    in the module itself.
 
     Args:
         module: the module through which the object was found.

@@ -29,7 +29,8 @@ from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OF_PROJECT = (__name__.partition(".")[0], "rollouts")
-"""Packages of this project, which are not searched. rollouts_core is uploaded separately, and jobs import no other."""
+"""Packages of this project, which are not searched. rollouts_core is uploaded separately, and jobs do not import the
+other package."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -49,7 +50,7 @@ class OwnCode:
     file: Path | None = None
     """A single Python file."""
     about: Mapping[str, Path] = field(default_factory=dict)
-    """Metadata files of an installed package that declare entry points for this project."""
+    """Metadata files of an installed package with entry points for this project."""
 
     @property
     def sent(self) -> dict[str, Path]:
@@ -68,7 +69,8 @@ class OwnCode:
 
 
 def find_code(name: str) -> OwnCode | None:
-    """Find the code that Python would import for a top-level name. None if it does not exist or has no files."""
+    """Find the code that Python would import for a top-level name. None if Python finds no such name, or if the name
+    has no files."""
     use_code_folders()
     try:
         spec = importlib.util.find_spec(name)
@@ -89,7 +91,8 @@ def find_code(name: str) -> OwnCode | None:
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
     """Find the user's code with these modules, and all user code that it imports. Sorted by name.
 
-    This project, and installed packages without entry points for it, are neither returned nor searched for imports.
+    This project, and installed packages without entry points for this project, are neither returned nor searched for
+    imports.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
@@ -172,5 +175,5 @@ def _is_followed(folder: Path, top: Path) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """True for names of hidden files, such as .env, and of private keys. These files are never copied elsewhere."""
+    """True for names of hidden files, such as .env, and of private keys, which are never copied to another machine."""
     return name.startswith((".", *_KEY_NAMES)) or name.endswith(_KEY_ENDINGS)
