@@ -102,7 +102,7 @@ class PyTorchTrainingBackend:
         )
         self._snapshot = HostSnapshot()
         self._copied = threading.Event()
-        """Set unless a save is copying weights and optimizer state, which must not change meanwhile."""
+        """Cleared while a save copies weights and optimizer state. Neither may change until it is set again."""
         self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
@@ -118,7 +118,7 @@ class PyTorchTrainingBackend:
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """The `sample_weights` of the start weights; empty without `with_start_sample`."""
+        """The result of `sample_weights` for the start weights; empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
@@ -166,7 +166,7 @@ class PyTorchTrainingBackend:
         """Clip the gradient, update the weights, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite. It is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
         """
         return future_from(self._optim_step)
 
@@ -176,19 +176,19 @@ class PyTorchTrainingBackend:
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
         """Return the weights by Hugging Face name; tied weights appear once. Weights with adapters are merged copies in
-        host memory. Other weights are views."""
+        host memory. Other weights are views of the parameters."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return copies of the adapters in host memory, scaled for engines; empty if all weights are trained."""
+        """Return copies of the adapters in host memory, with the scale in B; empty if all weights are trained."""
         return ImmediateTrainFuture({name: tensor.cpu() for name, tensor in scaled_adapters(self.model)})
 
     def get_base_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return the frozen weights that the adapters belong to."""
+        """Return the frozen weights of the model, without the adapters."""
         return ImmediateTrainFuture(base_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights and reset the adapters. The optimizer's state stays.
+        """Replace the weights and reset the adapters. The optimizer keeps its state.
 
         Raises:
             CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
@@ -201,7 +201,7 @@ class PyTorchTrainingBackend:
         replace_weights(self.model, weights)
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the GPU memory that is cached but unused."""
+        """Free the GPU memory that torch caches but does not use."""
         return future_of(torch.cuda.empty_cache)  # does nothing without a GPU
 
     def save_model_config(self, path: Path) -> None:
@@ -211,8 +211,8 @@ class PyTorchTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that training can resume exactly.
 
-        A thread copies weights and optimizer state to host memory, then writes the copy. Meanwhile forward and backward
-        passes continue. Changes of the weights wait until they are copied.
+        A thread copies weights and optimizer state to host memory, then writes the copy. Forward and backward passes
+        continue meanwhile. Updates of the weights wait for the end of the copy.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
@@ -304,11 +304,11 @@ def create_pytorch_backend(
         num_steps: number of optimizer steps of the whole schedule.
         policy: settings of precision, adapters and memory savings.
         temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
-        with_entropies: compute entropies too.
+        with_entropies: compute the policy's entropy at each token, besides the log-probs.
         with_values: train a value head.
         with_reference: keep a copy of the start weights, for `score(reference=True)`.
         within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights, which only RL needs.
+        with_start_sample: keep a sample of the start weights, with which RL measures rounding in engines.
         seed: seed of new adapters and dropout.
         device: device of the model. "" uses the first GPU, or the CPU on machines without GPUs.
     """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[None]:
-    """Forward connections that prove the key from `listener` to the store at this machine's loopback address.
+    """Forward connections at `listener` to the store at this machine's loopback address if the client proves the key.
 
     Args:
         listener: socket that listens at an address that the other machines can reach. This function closes it.
@@ -102,7 +102,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
     """Connect to `target`, and copy bytes in both directions until one of the two connections ends.
 
     Args:
-        key: key to prove to the target first. If empty, there is no proof.
+        key: key that this function proves to know to the target first. If empty, the target needs no proof.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)

@@ -4,7 +4,7 @@
     thread                                     +-> the whole step +-> copies            +-> ...
 
 A single thread does all work of a run. Several threads could change the model at the same time, and a forward pass
-without dropout would disable the dropout of a concurrent training step. Besides, OpenMP keeps workers for each thread.
+without dropout would disable the dropout of a concurrent training step. OpenMP would also keep workers for each thread.
 """
 
 from __future__ import annotations
@@ -126,23 +126,23 @@ class ThreadedBackend:
         return self._relay(self._backend.get_weights)
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the adapters, scaled for engines; empty if the backend does not train adapters."""
+        """Return the adapters with their scale in B; empty if the backend does not train adapters."""
         return self._relay(lambda: adapters_of(self._backend))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the frozen weights that the adapters belong to."""
+        """Return the frozen weights of the model, without the adapters."""
         return self._relay(lambda: base_weights_of(self._backend))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights. The optimizer's state stays."""
+        """Replace the weights. The optimizer keeps its state."""
         return self._relay(lambda: self._backend.load_weights(weights))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the device memory that is cached but unused."""
+        """Free the device memory that the backend caches but does not use."""
         return self._relay(self._backend.release_cache)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
-        """Write a checkpoint of the current state. Training may continue while it is written."""
+        """Write a checkpoint of the current state. Training may continue while the files are written."""
         as_it_is = dict(state)
         return self._relay(lambda: self._backend.save_checkpoint(path, as_it_is))
 
