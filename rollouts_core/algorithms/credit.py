@@ -73,7 +73,7 @@ def assign_credit(
     """Compute the advantages of every sample, and the returns if there is a value head.
 
     Args:
-        samples: the samples before `trained_samples`, because their loss masks count the sampled tokens.
+        samples: samples before `trained_samples` changes their loss masks, which count the sampled tokens here.
         rewards: one reward per sample.
         scores: log-probs and values before the first update.
     """
@@ -121,9 +121,9 @@ def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[i
 
 
 def _trained_tokens(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[Tensor]:
-    """Per sample, the loss mask of each position. Empty if no later computation needs the masks."""
+    """Per sample, the loss mask of each position; an empty list if no configured term needs the masks."""
     if not (config.with_values or config.reward_shaping.kl_coef or config.advantage.whiten):
-        return []  # not needed, and building the masks would take most of the time
+        return []  # building unneeded masks would take most of the time
     leaves_out = config.advantage.unscored == "exclude"
     return [
         torch.tensor(sample.loss_mask[1:]) * (not (leaves_out and math.isnan(reward)))

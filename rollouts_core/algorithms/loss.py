@@ -144,8 +144,8 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
     """The RL loss function with the settings `config`.
 
     Args:
-        loss_fn: name of a user's function that replaces `policy_loss`. If it has a parameter `config`, it gets the
-            settings.
+        loss_fn: name of a user's function that replaces `policy_loss`. If the function has a parameter `config`, it
+            gets the settings.
 
     Raises:
         ConfigError: the user's function does not exist.

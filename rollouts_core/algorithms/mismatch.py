@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 MAX_LOG_WEIGHT = 20.0
 """Limit of |log w| before exp. An outlier then gives a large number instead of infinity."""
 LARGE_GAP_NATS = 0.1
-"""A larger |log w| counts as a large gap, nats. Different number formats explain only a tenth of this."""
+"""A |log w| above this counts as a large gap, nats. Different number formats cause only a tenth of this gap."""
 HIGH_QUANTILE = 0.99
 
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max", "mismatch_mean", "mismatch_p99_max", "mismatch_beyond_share")
 """Metrics of every update that compare engine and trainer.
 
-In the second and later updates of a step, they are valid only if the trainer's log-probs before the first update are
-known."""
+In the second and later updates of a step, these metrics are valid only if the trainer's log-probs before the first
+update are known."""
 ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
 """Metrics that need the engine's log-probs."""
 

@@ -1,4 +1,4 @@
-"""The record of vLLM, which runs with this project's extensions (engines/in_vllm)."""
+"""The `EngineSpec` of vLLM, which runs with this project's extensions (engines/in_vllm)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU_CACHE_GIB = 1
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
-    """The command of vLLM's server."""
+    """The interpreter's arguments that start vLLM's server, and environment variables."""
     arguments = [
         *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),

@@ -29,8 +29,8 @@ def attend_written_out(
     dropout: float = 0.0,
     **_: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, None]:
-    """softmax(query key^T * scaling + mask) value, as (B, T, H, D). Query heads with the same key head form one
-    product.
+    """softmax(query key^T * scaling + mask) value, as (B, T, H, D). One matrix product computes all query heads of a
+    key head.
 
     Values may have another width than queries and keys, as in DeepSeek.
     """

@@ -16,7 +16,7 @@ from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, Ro
 from rollouts_core.model.model_shape import ModelShape, read_shape
 
 MAX_SHARERS = 4
-"""Highest number of completions that share a prompt in a row.
+"""Highest number of completions that share a prompt in one row of a batch.
 
 With a higher number, prompts would be computed less often, but each row would attend over more masked positions."""
 MASKED_COST = 3.0
@@ -36,7 +36,7 @@ Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
 
 
 class SharedPrompts(NamedTuple):
-    """Completions of RL that may share a prompt in a row: their number, and the lengths in tokens."""
+    """Completions of RL that may share a prompt in a row: their number, and lengths in tokens."""
 
     prompt_tokens: int
     new_tokens: int
@@ -70,7 +70,7 @@ def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
 
 
 def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: SharedPrompts | None) -> str:
-    """The kernel that a run on a GPU with `varlen` will probably use. For estimates before the run.
+    """The attention kernel that a run probably uses if its GPU supports `varlen`, for estimates before the run.
 
     Args:
         settings: content of the model's config.json.
@@ -93,7 +93,7 @@ def with_kernel(training: Training, kernel: str) -> Training:
 def choose_kernel(
     model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
 ) -> Choice:
-    """Choose the kernel for "auto" on this machine.
+    """Choose the kernel for `policy.attention = "auto"` on this machine.
 
     Args:
         device_type: type of the training device, such as "cpu" or "cuda".

@@ -3,8 +3,8 @@
     segments, prompts and positions -> block mask: for blocks of 128 x 128 positions, which of them are computed
     q, k, v and the block mask      -> flex_attention
 
-A block mask separates the samples of a row and lets them share a prompt, like a mask of T x T numbers. Unlike with such
-a mask, masked blocks are not computed. On a CPU, torch has no gradients of FlexAttention.
+Like a mask of T x T numbers, a block mask separates the samples of a row and lets them share a prompt. With a block
+mask, the kernel does not compute masked blocks. On a CPU, torch has no gradients of FlexAttention.
 
 B rows, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -42,8 +42,8 @@ def attend_flex(
     attention_mask: BlockMask,
     **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention, as (B, T, H, D). transformers' FlexAttention kernel adds the model's score caps and attention
-    sinks."""
+    """Compute attention; returns (B, T, H, D). transformers' FlexAttention kernel applies the model's score caps and
+    attention sinks."""
     dtype = half_precision(value_BKTD)
     heads = (each.to(dtype) for each in (query_BHTD, key_BKTD, value_BKTD))
     return flex_attention_forward(module, *heads, attention_mask, **others)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Find the size of a model from the headers of its files, in a folder or on the Hugging Face hub.
+"""Find the size of a model from the headers of its weight files, in a folder or on the Hugging Face hub.
 
     folder                                      headers of *.safetensors, config.json  ──> ModelSize
     hub, in a subprocess:  cache, or the first bytes of its files and config.json      ──> ModelSize
@@ -50,7 +50,8 @@ class ModelSize:
     def num_parameters(self) -> int:
         """Number of weights after loading; 0 if unknown.
 
-        Files of a model with tied weights may store the embedding a second time as output head. It is counted once.
+        Files of a model with tied weights may store the embedding a second time as output head. The embedding is
+        counted once.
         """
         is_twice = self.settings.get("tie_word_embeddings") is True and len(self.tensors) > 1
         return sum(math.prod(shape) for name, shape in self.tensors.items() if not (is_twice and name == HEAD))
@@ -64,7 +65,7 @@ class ModelSize:
 
 
 def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """Find the size of a model in a folder or on the hub. If it is unknown, `problem` of the result has the reason.
+    """Find the size of a model in a folder or on the hub. If the size is unknown, `problem` has the reason.
 
     Args:
         timeout_s: time limit for the hub, seconds.
@@ -139,7 +140,7 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files that a loader reads. A folder may contain the same weights again in another format."""
+    """The weight files that a loader reads. Other files in the folder may contain the same weights again."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -21,8 +21,8 @@ def check_code_of_start(checkpoint: Path, start: Path) -> None:
     """Check that loading a checkpoint runs only code that its start model also has.
 
     Args:
-        start: folder of the start model. If it is a name on the hub, nothing is checked, because the code is not on
-            this machine.
+        start: folder of the start model. If the start model is a name on the hub, nothing is checked, because its code
+            is not on this machine.
 
     Raises:
         CheckpointError: a Python file of the checkpoint, or a class in its `auto_map`, is missing in the start model.

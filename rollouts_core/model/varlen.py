@@ -37,8 +37,8 @@ transformers' own sdpa kernel creates a mask if it gets none. To do so, it tests
 GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Narrower heads are padded
-with zeros."""
+"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Heads whose width is not a
+multiple are padded with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments by which models change attention scores in ways that `varlen_attn` does not support."""
 
@@ -76,7 +76,7 @@ def attend_varlen(
     mask.
 
     Args:
-        cu_seq_lens_q: start of each sample in the row, and the end of the last one.
+        cu_seq_lens_q: start of each sample in the row, and the end of the last sample.
         max_length_q: tokens of the longest sample.
 
     Raises:
