@@ -118,8 +118,8 @@ def start_engine(
     *,
     max_tokens: int,
 ) -> ChildEngine:
-    """Start one engine without waiting for its answer. Call this in the main thread: the engine ends with that
-    thread."""
+    """Start one engine without waiting for its answer. Call this in the main thread, because the engine ends with the
+    thread that started it."""
     with bind_port(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     job = ServeJob(
@@ -194,7 +194,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
 
 
 def explain_end(child: ChildEngine) -> ConfigError | EngineError:
-    """Describe an engine that ended unexpectedly."""
+    """Create the error that says why an engine ended unexpectedly."""
     events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
     if refused := [event["message"] for event in events if event["event"] == "failed"]:
         return ConfigError(refused[-1])

@@ -113,9 +113,9 @@ def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
 
 
 if __name__ == "__main__":
-    started = time.time() - 0.1  # an earlier time, because file times are coarser
+    started = time.time() - 0.1  # slightly earlier, because file times are coarser
     if os.fork():
-        os._exit(0)  # orphans the grandchild: the engine ends its children first
+        os._exit(0)  # the forked process is then not a child of the engine, which ends its children early
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sweep(sys.argv[1], 0, started)

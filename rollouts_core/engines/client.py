@@ -134,7 +134,8 @@ class EngineClient(ClosedOnExit):
         await self._keeper.release_memory()
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again, unless the server was restarted meanwhile. Weights must be loaded next.
+        """Allocate the GPU's memory again, unless the server was restarted meanwhile. The caller must load weights
+        next.
 
         Raises:
             EngineUnavailableError: the server vanished and did not return.
@@ -174,15 +175,15 @@ class EngineClient(ClosedOnExit):
         """Close the connections."""
         await self._connection.aclose()
 
-    # The methods below make one attempt each, with any weights on the server.
+    # Each method below makes one attempt, whichever weights the server has.
 
     @abstractmethod
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Request completions once."""
+        """Request completions, without a retry."""
 
     @abstractmethod
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Request log-probs of given tokens once."""
+        """Request log-probs of given tokens, without a retry."""
 
     @abstractmethod
     async def weight_version(self) -> str:
@@ -202,19 +203,20 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def hand_over(self) -> None:
-        """Free weights and cache once, while no request is running. Raises EngineError if nothing can be freed."""
+        """Free weights and cache, while no request is running, without a retry. Raises EngineError if nothing can be
+        freed."""
 
     @abstractmethod
     async def take_back(self) -> None:
-        """Allocate weights and cache once, after `hand_over`."""
+        """Allocate the memory of weights and cache again, after `hand_over`."""
 
     @abstractmethod
     async def end_running(self) -> None:
-        """Tell the server once to end all requests with the tokens sampled so far."""
+        """Tell the server to end all requests with the tokens sampled so far, without a retry."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop generating once. Requests stay, but the server drops their cache from the old weights.
+        """Let the server stop generating. Its requests keep their tokens, but lose their cache from the old weights.
 
         Raises:
             EngineError: this kind of server cannot continue requests with new weights.
@@ -222,7 +224,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_pause(self) -> None:
-        """Tell a paused server once to generate again; does nothing if the server is not paused."""
+        """Tell a paused server to generate again, without a retry; does nothing if the server is not paused."""
 
     @abstractmethod
     async def show_life(self) -> None:

@@ -36,7 +36,7 @@ class GenerationRequest:
     prompt_tokens: list[int]
     """Token ids that the policy gets as its input."""
     sampling: SamplingConfig
-    """How the completion is sampled."""
+    """Sampling parameters of the completion."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end the completion and are part of it."""
     seed: int

@@ -127,7 +127,7 @@ class WeightDelivery:
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """Whether to send only the changed tensors. False after such an update was refused or could not be verified."""
+        """Whether to send only the changed tensors. False after such an update failed."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """The last version that a canary verified, and the server's checksums for this version."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
@@ -237,7 +237,7 @@ class WeightDelivery:
         def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
             tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
             unproven = find_unproven(self.server.name, tensors, served.version, held)
-            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not change it
+            is_quantized = "quantization_config" in read_config(served.model_dir)  # a small step may not change it
             return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
 
         unproven, sampled = await in_short_thread(examine)

@@ -68,8 +68,8 @@ class EngineConnection:
     async def sample(self, path: str, body: Any) -> Any:  # Any: JSON both ways
         """Request completions, which may take long, and return the JSON answer.
 
-        The process's open connections limit the number of concurrent requests for completions. Waiting for a free
-        connection does not count towards the request's time limit, and does not delay other kinds of requests.
+        The number of connections that the process may open limits the concurrent requests for completions. Waiting for
+        a free connection does not count towards the request's time limit, and does not delay other kinds of requests.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
@@ -122,10 +122,10 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """A session without a limit of connections, because its callers limit the number of requests.
+    """Create a transport without a limit of connections, because its callers limit the number of requests.
 
     aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
-    requests that costs 20 times the processor time.
+    requests, these checks take 20 times the processor time of aiohttp.
     """
     return AiohttpTransport(client=_open_session)
 

@@ -49,7 +49,7 @@ ABORT_INTERVAL_S = 0.2
 
 @runtime_checkable
 class InterruptibleEngine(InferenceEngine, Protocol):
-    """An engine whose requests can be ended or paused from outside."""
+    """An engine whose running requests another caller can end or pause."""
 
     async def abort_running(self) -> None:
         """End all requests with the tokens sampled so far and `Status.ABORTED`."""
@@ -93,10 +93,10 @@ class InFlightEngine:
         return self.engine.name
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, once no weights are being loaded.
+        """Completions in the order of the requests. Waits while weights are being loaded.
 
         Raises:
-            EngineError: what the engine raised.
+            EngineError: the engine raised it.
         """
         while True:
             while not self._opened.is_set():
@@ -200,14 +200,14 @@ class InFlightEngine:
             if not is_aborting:
                 await self._idle.wait()
                 continue
-            # An unreachable engine generates nothing.
+            # Ignore an unreachable engine, because it generates nothing.
             with suppress(EngineUnavailableError), anyio.move_on_after(ABORT_TIMEOUT_S):
                 await self.engine.abort_running()
             with anyio.move_on_after(ABORT_INTERVAL_S):
                 await self._idle.wait()
 
     async def _give_up_running(self) -> None:
-        """Interrupt all calls on this side; they start again and wait like new calls."""
+        """Interrupt all calls in this process. Each call then starts again, like a new call."""
         self._calls.break_off()
         while self._calls.num_requests:
             self._idle = anyio.Event()

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LEAD = 16
-"""The engine with a group's cache is not used if it has this many more requests than the least busy engine."""
+"""A request of a group goes to the least busy engine if the engine with the group's cache has over this many more
+requests."""
 RETRY_S = 10.0
 """Seconds between two attempts to use a quarantined engine again."""
 
@@ -155,7 +156,7 @@ class EnginePool(ClosedOnExit):
         return idlest if is_away or home.calls.num_requests > idlest.calls.num_requests + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
-        """The access to segments that all engines in use have."""
+        """The lowest access to segments among the engines in use."""
         healthy = [member.engine for member in self._members if not member.quarantined]
         return await common_access(healthy)
 
@@ -178,7 +179,7 @@ class EnginePool(ClosedOnExit):
         """
         published = self._published = Published(weights, version, canary)
         members = [member for member in self._members if not member.quarantined]
-        if not members:  # all engines are tried, and the error has the reasons of all
+        if not members:  # try all engines, so that the error has the reasons of all
             await self._stop_returning()
             members = self._members
         results = await self._sync(members, published)
@@ -333,8 +334,8 @@ class EnginePool(ClosedOnExit):
             self._take_back(member, published)
 
     async def _find_problem(self, member: Member, published: Published | None) -> str:
-        """The reason why an engine does not serve a version after the load, or does not answer if nothing was published
-        yet."""
+        """Load a version into an engine; returns the reason if this fails. Before the first version, only wait for an
+        answer."""
         if published is None:  # in an evaluation, the engine serves its initial weights
             try:
                 await member.engine.wait_until_ready(self.retry_s)

@@ -30,7 +30,8 @@ class SegmentAccess(IntEnum):
 
 
 class InferenceEngine(Protocol):
-    """One inference server. Calls wait for a restarting server up to their limits, then raise EngineError."""
+    """One inference server. A call waits for a restarting server until the call's time limit, then raises
+    EngineError."""
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again. The content of the memory is undefined, so weights must be loaded next."""
+        """Allocate the GPU's memory again. Its content is undefined, so the caller must load weights next."""
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:

@@ -44,8 +44,8 @@ RETRY_PAUSE_S = 1.0
 """Pause before the second attempt, seconds. The pause doubles for each further attempt, to relieve an overloaded
 server."""
 MAX_BUSY_ATTEMPTS = 8
-"""Number of attempts at a server that reports overload: for a minute and a half, or for the times that the server asks
-for."""
+"""Number of attempts at a server that reports overload. They take a minute and a half, or as long as the server
+asks."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 MAX_SPANNED_VERSIONS = 64
@@ -78,7 +78,7 @@ class RecoveringEngine:
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
         self._is_proven = True
-        """Whether the served weights are verified. False from the start of a load, and after a failed load."""
+        """Whether the served weights are verified. False during a load, and after a failed load."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
         """Verified versions in the order in which the server had them; the current version is last."""
         self.is_paused = False
@@ -128,7 +128,7 @@ class RecoveringEngine:
         """
         for request in requests:
             self._check_tokens([*request.tokens, *request.token_ids], "a request for log-probs")
-            # A larger number would end SGLang's process.
+            # A larger `num_top` would end SGLang's process.
             if self._vocab_size is not None and request.num_top > self._vocab_size:
                 raise EngineError(
                     f"{self.server.name}: num_top is {request.num_top}, the served model has {self._vocab_size} tokens"
@@ -201,7 +201,7 @@ class RecoveringEngine:
     async def resume(self) -> None:
         """Let the server continue after a pause. An unreachable server is told again before its next request.
 
-        While requests wait in the server, the call is repeated, because no later request may come.
+        While requests wait in the server, the command is retried here, because there may be no next request.
 
         Raises:
             EngineError: the server refused, or cannot be reached.
@@ -272,7 +272,7 @@ class RecoveringEngine:
         raise EngineUnavailableError(f"{self.server.name} did not answer within {timeout_s:g} s: {problem}")
 
     async def _recover(self) -> None:
-        """Wait for the server, and load its target weights if it restarted with others.
+        """Wait for the server, and load its target weights if it restarted with other weights.
 
         Concurrent calls share one attempt and its failure. Otherwise each call in turn would wait for the full timeout
         of a dead server.
@@ -300,8 +300,9 @@ class RecoveringEngine:
         """Load and verify weights. If the server vanishes meanwhile, the load starts again, because a second load does
         no harm.
 
-        A restart between two requests shows only by the server's version, which is neither the new nor the previous
-        version. The first such version counts as a restart, the second as a server that ignores the weights.
+        A restart between two requests shows only by the server's version, which is then neither the new nor the
+        previous version. The first such version counts as a restart. The second shows that the server ignores the
+        weights.
         """
         problem = ""
         before = self._served if self._is_proven else None

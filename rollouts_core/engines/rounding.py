@@ -59,7 +59,7 @@ class RoundingWatch:
         Other tensors are not rounded, because engines keep a few of these tensors in float32 and round the rest.
 
         Args:
-            start: `sample_weights` of the weights that training started from.
+            start: result of `sample_weights` for the weights that training started from.
         """
         self._last = measure_arrival(start, weights, dtype)
         for name, before in start.items():
@@ -67,7 +67,7 @@ class RoundingWatch:
                 weights[name] = weights[name].to(dtype)
 
     def take_metrics(self) -> Metrics:
-        """The metrics of the last publication, once; empty if nothing was measured."""
+        """Return the metrics of the last publication, and forget them; empty if nothing was measured."""
         last, self._last = self._last, None
         return {ARRIVED: last.arrived, CHANGED: last.changed} if last else {}
 

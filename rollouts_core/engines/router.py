@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_TIMEOUT_S = 10.0
-"""Time limit for adding or removing engines, seconds. The router does this after it has answered the request."""
+"""Time limit for adding or removing engines, seconds. The router answers before it adds or removes the engine."""
 
 
 class SGLangRouter(ClosedOnExit):
@@ -169,7 +169,7 @@ class RoutedPool(ClosedOnExit):
         self._engines = engines
         self._revive = revive
         self._routed: frozenset[str] | None = None
-        """The engines that the router was last given; None if unknown."""
+        """Names of the engines that the router was last told to use; None if unknown."""
         self._telling = anyio.Lock()
         self._versions: list[str] = []
         """Loaded and verified versions; the current version is last."""
@@ -211,8 +211,8 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.generate(requests)
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """The router's answer. The call is interrupted if any engine falls silent, because the used engine is
-        unknown."""
+        """The router's answer. The call is interrupted if any engine falls silent, because only the router knows which
+        engine it chose."""
         first = self._engines[0]
         ask = partial(self.router.complete, requests, ends=first.ends, vocab_size=first.vocab_size)
         for engine in self._engines:
@@ -260,7 +260,7 @@ class RoutedPool(ClosedOnExit):
     async def adapter_form(self, rank: int) -> AdapterForm:
         """The form in which all engines in use take adapters of this rank; empty for merged weights.
 
-        Behind a router, adapters that requests name are not used.
+        Behind a router, the form "folder" is not used.
         """
         form = await self.pool.adapter_form(rank)
         return "" if form == "folder" else form
@@ -276,7 +276,7 @@ class RoutedPool(ClosedOnExit):
         self._versions = [*self._versions, version][-MAX_SPANNED_VERSIONS:]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the router and every engine answer; engines that do not are left out.
+        """Return when the router and every engine answer; engines that do not answer in time are quarantined.
 
         Raises:
             EngineUnavailableError: the router, or every engine, did not answer before the deadline.

@@ -57,7 +57,8 @@ class RouterProcess:
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
-        """Restart the router if it has ended, without waiting for an answer. Call this in the thread of the start."""
+        """Restart the router if it has ended, without waiting for an answer. Call this in the thread that started
+        it."""
         if self.process.poll() is None or time.monotonic() < self._started_at + RESTART_PAUSE_S:
             return
         logger.warning("the router ended by itself (%s), so it is restarted", self.explain_end())

@@ -131,9 +131,9 @@ class SegmentStore:
         """Publish a new version. Changed tensors are written to a new segment; other tensors stay in their segments.
 
         Args:
-            weights: must not change before the version's digests are computed.
+            weights: tensors by name, which must not change before the version's digests are computed.
             folder: folder for segment files; None uses memory. If the folder changed, all tensors are written.
-            keeps_others: tensors of the previous version that are not in `weights` also belong to the new version.
+            keeps_others: add the previous version's tensors that are not in `weights` to the new version.
         """
         if folder != self._folder:
             self._newest, self._folder = {}, folder

@@ -157,7 +157,7 @@ class SGLangEngine(EngineClient):
             "input_ids": [request.tokens for request in requests],
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": [request.start - 1 for request in requests],  # this token has no log-prob
+            "logprob_start_len": [request.start - 1 for request in requests],  # the first token has no log-prob
             "top_logprobs_num": [request.num_top for request in requests],
             "token_ids_logprob": [request.token_ids for request in requests],
         }
@@ -188,8 +188,8 @@ class SGLangEngine(EngineClient):
         return replace(completion, version_spans=((adapter, 0, len(completion.tokens)),))
 
     def _is_of_adapter(self, versions: Collection[str], adapter: str) -> bool:
-        """Whether the adapter that a request named can have computed the answer. The server reports the version at the
-        answer's end."""
+        """Whether the adapter that a request named can have computed the answer. The server reports the version that it
+        has at the end of the answer."""
         return {*versions} <= {adapter, self._adapters.current}
 
     async def weight_version(self) -> str:

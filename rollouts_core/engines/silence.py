@@ -78,7 +78,8 @@ class SilenceWatch:
         return self._calls.num_requests > 0
 
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """The result of `ask`, which waits for the server.
+        """Run `ask`, which waits for the server, and interrupt it if the server becomes silent; returns the result of
+        `ask`.
 
         Raises:
             EngineUnavailableError: the server became silent.
@@ -104,7 +105,7 @@ class SilenceWatch:
         self._sign_at = time.monotonic()
 
     async def check(self) -> None:
-        """Return when the server generates. Sends a probe only if the server was silent.
+        """Return at once if the server counts as alive. If it was silent, wait for its answer to a probe.
 
         Raises:
             EngineUnavailableError: the server cannot be reached.

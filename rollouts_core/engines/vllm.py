@@ -1,4 +1,4 @@
-"""Talk to a vLLM server. Token ids use its completions API, weights its development endpoints.
+"""Talk to a vLLM server. Completions use vLLM's completions API. Weights are loaded through its development endpoints.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
@@ -113,8 +113,8 @@ class VLLMEngine(EngineClient):
             await self.resume()
 
     async def pause(self) -> None:
-        """Refuse to pause. Paused requests would continue with the cache of the old weights, and tokens have no
-        version.
+        """Refuse to pause. vLLM would continue paused requests with the cache of the old weights, and reports no
+        version of a token.
 
         Raises:
             EngineError: always.
@@ -146,7 +146,7 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/sleep", params=params, timeout=MEMORY_TIMEOUT)
 
     async def take_back(self) -> None:
-        """Allocate all freed memory again, because the request names no tags."""
+        """Allocate all freed memory again. A request with tags would allocate only a part."""
         await self._call_development("POST", "/wake_up", timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -204,8 +204,8 @@ class VLLMEngine(EngineClient):
     async def _sample_all(
         self, render: Callable[[str], Sequence[dict[str, Any]]]
     ) -> tuple[list[Any], str]:  # Any: JSON both ways
-        """The answers to some calls, and their weight version. If the version changed meanwhile, the result matches no
-        version.
+        """The answers to some calls, and their weight version. If the version changed during the calls, the returned
+        version matches no weights.
 
         Args:
             render: makes the bodies of the calls for an adapter. The function is called after the first request for the
@@ -226,8 +226,7 @@ class VLLMEngine(EngineClient):
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def _version_in_turn(self) -> str:
-        """The version that the server reports. The process's open connections limit the number of concurrent
-        requests."""
+        """The version that the server reports. The process's limit of open connections limits these calls."""
         async with request_places().questions:
             return await self.weight_version()
 
@@ -325,7 +324,7 @@ class VLLMEngine(EngineClient):
             # If the update fails halfway, later completions must not count as completions of the old version.
             await self._set_version(f"{version}, loading")
             yield
-            await self._call_development("POST", "/reset_prefix_cache")  # the entries are of the old weights
+            await self._call_development("POST", "/reset_prefix_cache")  # its entries come from the old weights
             await self._set_version(version)
         finally:
             await self.resume()

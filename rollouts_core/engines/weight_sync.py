@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
-"""Seconds that a publication waits longer than a pool, because the pool first quarantines an engine that is too
-slow."""
+"""Seconds by which a publication's time limit exceeds a pool's limit, so that the pool can first quarantine an
+engine."""
 VERSION_CHARS = 16
 """Number of hexadecimal digits in a default version. The digits differ for different weights and different
 trainings."""
@@ -95,7 +95,7 @@ class PublishedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """Place and name of a run's published versions."""
+    """The place and the names of the weight versions that a run publishes."""
 
     weights_dir: Path
     """Directory that holds one directory per version, or segments and config.json; every engine can read it."""
@@ -106,7 +106,7 @@ class PublishTarget:
     temperature: float = 1.0
     """The rollouts' temperature, with which the backend was created."""
     transfer: WeightTransfer = "auto"
-    """How the versions reach the engines."""
+    """Way of sending the weights to the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
     """Shared memory that holds the weights. Publications use it in place of a directory if every engine can read it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
@@ -114,12 +114,12 @@ class PublishTarget:
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
     base: PublishedBase = field(default_factory=PublishedBase, compare=False)
-    """The weights that published adapters belong to."""
+    """The place at which the frozen weights of the published adapters were published."""
     rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
     """How much of an update the engines' number format preserves."""
 
     def version_of(self, number: int) -> str:
-        """The name of the weights after so many optimizer steps."""
+        """The version of the weights after `number` optimizer steps."""
         return f"{self.prefix}-{number}"
 
 
@@ -138,14 +138,14 @@ async def sync_weights_to_engines(
         checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
         version: the engines' name for these weights, which must be unique. The default for a directory is its name with
             the digest of its tensors; segments and sent weights have their own versions.
-        canary: verifies tensors that cannot be compared. By default, a forward pass of the checkpoint's model verifies
-            them.
+        canary: verifies tensors without comparable checksums. By default, a forward pass of the checkpoint's model does
+            this.
         timeout_s: time limit for each engine, to which the time to finish running requests is added. A slower engine
             counts as failed.
 
     Raises:
         CheckpointError: no version was given, and the directory has no weights from which to derive a version.
-        TrainingError: the trainer, which answers the canary, failed.
+        TrainingError: the trainer failed to compute the canary's log-probs.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     given = version or await _own_version(weights)
@@ -204,7 +204,7 @@ async def open_target(
     *,
     checkpoint_dir: Path | None = None,
 ) -> AsyncIterator[PublishTarget]:
-    """The given target, or a new target for this training, whose versions no other training has.
+    """Yield `target` or, without `target`, a new target with version names that are unique to this training.
 
     The files of a new target are in `weights` in the checkpoints' folder. Without this folder, they are in a temporary
     folder.
@@ -247,7 +247,7 @@ async def publish_weights(
     Without engines nothing is written.
 
     Args:
-        earlier: published instead of the backend's weights.
+        earlier: version to publish instead of the backend's weights.
 
     Raises:
         WeightSyncError: names every engine that does not serve the version.
@@ -350,7 +350,7 @@ def _canary(
 
 def write_newest_version(target: PublishTarget) -> Path | None:
     """The file of the weights that the engines serve; None without engines. If adapters are sent as adapters, the file
-    has only these.
+    has only the adapters.
 
     The file is in the directory of published versions and is removed with them, so the caller must link the file to
     keep it.
@@ -381,7 +381,7 @@ async def _round_for(
     """Round the weights to the number format of the engines, if this format is known and not float32."""
     dtype = await common_dtype(engines)
     if dtype is not None and dtype != torch.float32:
-        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # other backends may lack this attribute
+        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # optional in a backend
         await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
