@@ -140,8 +140,8 @@ def gae_advantages(
 
 
 def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
-    """Shift and scale `values` to mean 0 and standard deviation 1 under `weights`. Values of weight 0 are transformed
-    too.
+    """Shift and scale `values` to mean 0 and standard deviation 1 under `weights`. Values of weight 0 are shifted and
+    scaled too.
 
     Args:
         weights: number of tokens that have each value.

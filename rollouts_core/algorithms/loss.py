@@ -1,7 +1,7 @@
 """Loss functions: from the log-probs of the targets and the batch to the loss of a micro-batch.
 
 Losses are divided by totals of the whole step, so the losses of a step's micro-batches add up to the step's mean loss.
-Metrics add up in the same way.
+Metrics of micro-batches add up to means of the step.
 
 B rows of a micro-batch, T token positions, V vocabulary.
 """
@@ -62,7 +62,7 @@ the micro-batches of a step, metrics are summed; for names ending in `_max`, the
 these rules."""
 
 MAX_LOG_RATIO = 20.0
-"""Limit of |log ratio| before exp. An outlier then gives a large number instead of infinity."""
+"""Limit of |log ratio| before exp, so that outliers do not become infinite."""
 
 
 def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
@@ -352,7 +352,7 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
     The larger of two errors counts: the error of the prediction, and the error of the prediction after clipping it to
     at most `value_clip` from the old prediction.
 
-    Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
+    Source: arXiv:1811.02553 sec. 3; as in verl, OpenRLHF and SkyRL.
     """
     assert batch.returns_BT is not None and batch.old_values_BT is not None, (
         "a value loss needs returns_BT and old_values_BT"

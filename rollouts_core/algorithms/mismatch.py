@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollouts_core.config import MismatchConfig
 
 MAX_LOG_WEIGHT = 20.0
-"""Limit of |log w| before exp. An outlier then gives a large number instead of infinity."""
+"""Limit of |log w| before exp, so that outliers do not become infinite."""
 LARGE_GAP_NATS = 0.1
 """A |log w| above this counts as a large gap, nats. Different number formats cause only a tenth of this gap."""
 HIGH_QUANTILE = 0.99

@@ -19,7 +19,7 @@ class Objective:
     loss: str
     """Name `package.module:function` of the loss function, called with (logprobs_BT, log_ratio_BT, batch, config).
 
-    It returns two (B, T) tensors: each token's loss, and whether the token's gradient was limited."""
+    The function returns two (B, T) tensors: each token's loss, and whether the token's gradient was limited."""
     help: str
     """Description of the objective in the setting's help text."""
     has_ratio: bool

@@ -52,7 +52,8 @@ class AlgorithmPreset:
     settings: Settings
     """Values for settings of `training.rl`."""
     rollout: Settings = field(default_factory=dict)
-    """Values for settings of `rollout` that the recipe expects. They document the recipe and are not applied."""
+    """Values for settings of `rollout` that the recipe expects. The preset documents these values but does not apply
+    them."""
 
 
 def _ppo(**others: Any) -> dict[str, Any]:  # Any: settings of every type

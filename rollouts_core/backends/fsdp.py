@@ -172,7 +172,7 @@ class FSDPTrainingBackend:
             LeaderGoneError: the leader ended without stopping this rank. `join_ranks` handles this error.
         """
         while (task := self.ranks.scatter()) is not None:
-            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same error
+            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the error
                 self._tasks[task.name](task.payload)
 
     def _together(
@@ -369,7 +369,7 @@ class FSDPTrainingBackend:
     def _start_random_stream(self) -> None:
         """Seed the random state of this rank, unless this rank is the leader.
 
-        Each save and each load does this, so that a resumed run draws the same numbers as an uninterrupted run. The
+        The seed is set at each save and load, so that a resumed run draws the same numbers as an uninterrupted run. The
         leader's random state is in the checkpoint.
         """
         if not self.ranks.is_leader:
@@ -480,7 +480,7 @@ def create_fsdp_backend(
     Args:
         ranks: connections to the other ranks.
 
-    The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weight files.
+    The other arguments are those of `create_backend`. Only the leader reads the model's weight files.
     """
     recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader has the settings of less_memory.py
     agreed = policy.model_copy(update={"activation_checkpointing": recomputes})

@@ -216,7 +216,7 @@ class JAXTrainingBackend:
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
     def release_cache(self) -> ImmediateTrainFuture[None]:
-        """Do nothing: JAX keeps its memory. Environment variables such as XLA_PYTHON_CLIENT_PREALLOCATE limit it."""
+        """Do nothing: JAX keeps its memory. Variables such as XLA_PYTHON_CLIENT_PREALLOCATE limit its memory."""
         return ImmediateTrainFuture(None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
@@ -237,7 +237,8 @@ class JAXTrainingBackend:
         shutil.copyfile(self.model_dir / "config.json", path)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a checkpoint in the format of the PyTorch backend. Engines can load it; both backends can resume it.
+        """Write a checkpoint in the format of the PyTorch backend. Engines can load the checkpoint, and both backends
+        can resume it.
 
         The call copies weights and optimizer state to host memory. Then a thread writes the files.
         """

@@ -64,7 +64,7 @@ def launch(
     """Run `python -m rollouts_core arguments` in several processes on this machine; returns the exit code.
 
     If a signal killed a rank, the launcher kills itself with the same signal, so that its caller sees the cause, for
-    example a lack of memory. Otherwise it returns the exit code of a failed rank, or 0.
+    example a lack of memory. Otherwise the result is the exit code of a failed rank, or 0.
 
     Args:
         log_dir: folder for torchrun's own files. `launch` removes the folder at its end, and at its start.
@@ -78,7 +78,7 @@ def launch(
     with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-        # Environment variables that the user has set take precedence over these.
+        # Environment variables that the user has set take precedence.
         os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))
         program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
@@ -98,7 +98,7 @@ def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
 
     store, port = open_store(LOOPBACK, multi_tenant=True)
     yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
-    del store  # the store closes with its last reference, so the variable holds it until here
+    del store  # the store closes with its last reference, so this variable keeps it open until here
 
 
 def agent_arguments(meeting: Meeting) -> list[str]:

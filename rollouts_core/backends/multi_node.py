@@ -36,7 +36,7 @@ from rollouts_core.job import FurtherTrainer
 from rollouts_core.less_memory import FULL_GPU_CODE
 
 JOIN_S = 300.0
-"""Seconds within which the launchers of further machines must listen. They first import torch, which may be slow."""
+"""Seconds within which the launchers of further machines must listen. They import torch first, which may be slow."""
 BEAT_S = 2.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
@@ -136,7 +136,8 @@ class Link:
             self.problem = f"sent an unreadable message ({error})"
         finally:
             self._has_ended.set()
-        # First give this machine's processes time to end by themselves: they may fail for the same reason, or be done.
+        # First give this machine's processes time to end by themselves: they may be done, or fail together with the
+        # others.
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")

@@ -52,7 +52,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
-    """Move a schedule to a saved step. Its peak and its number of steps remain those of the current settings."""
+    """Move a schedule to a saved step. The peak and the number of steps of the schedule remain those of the current
+    settings."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
     ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]

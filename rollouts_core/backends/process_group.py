@@ -63,7 +63,7 @@ def join_store(address: str, port: int, *, size: int) -> TCPStore:
     """Connect to the trainer's store, through which the members of a group find each other.
 
     The connection raises the store's count of members by one, as `torch.distributed.rendezvous` does. A trainer that
-    opened its store with rendezvous waits for `size` members; this function does not wait.
+    opened its store with rendezvous waits for `size` members; `join_store` does not wait.
 
     Raises:
         RuntimeError: the store is unreachable.

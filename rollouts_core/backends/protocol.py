@@ -91,7 +91,7 @@ class LateTrainFuture(Generic[T]):
 
 
 class FailedTrainFuture:
-    """A future of work that already failed. Its `result` never returns, so it fits any result type."""
+    """A future of work that already failed. `result` never returns, so the future fits any result type."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -146,8 +146,8 @@ class TrainingBackend(Protocol):
         """Add the gradient of a micro-batch; returns metrics, which the caller sums over the micro-batches of a step.
 
         If the future is a `LateTrainFuture`, the caller may request the rest of the step before it awaits the metrics.
-        If a loss or the gradient of such a step is not finite, the weights stay unchanged. Then the futures of this
-        call and of `optim_step` raise NonFiniteError.
+        If a loss or the gradient of the step is not finite, the weights stay unchanged, and the futures of
+        `forward_backward` and `optim_step` raise NonFiniteError.
         """
         ...
 

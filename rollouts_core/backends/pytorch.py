@@ -211,8 +211,8 @@ class PyTorchTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that training can resume exactly.
 
-        A thread copies weights and optimizer state to host memory, then writes the copy. Forward and backward passes
-        continue meanwhile. Updates of the weights wait for the end of the copy.
+        A thread copies weights and optimizer state to host memory, then writes the copy. During the copy, forward and
+        backward passes continue, and updates of the weights wait.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
@@ -301,16 +301,9 @@ def create_pytorch_backend(
     """Create a backend with model, AdamW, learning-rate schedule and loss.
 
     Args:
-        num_steps: number of optimizer steps of the whole schedule.
-        policy: settings of precision, adapters and memory savings.
-        temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
-        with_entropies: compute the policy's entropy at each token, besides the log-probs.
-        with_values: train a value head.
-        with_reference: keep a copy of the start weights, for `score(reference=True)`.
-        within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights, with which RL measures rounding in engines.
-        seed: seed of new adapters and dropout.
         device: device of the model. "" uses the first GPU, or the CPU on machines without GPUs.
+
+    The other arguments are those of `create_backend`.
     """
     seed_everything(seed)
     place = device or default_device()

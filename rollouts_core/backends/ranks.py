@@ -84,8 +84,8 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context for work that all ranks do together. Either all ranks complete it, or all leave it by
-        NonFiniteError."""
+        """A context for work that all ranks do together. Either all ranks complete the work, or NonFiniteError ends the
+        work on all ranks."""
         self.followers_wait = False
         try:
             yield

@@ -18,7 +18,8 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors. Tensors that share memory share it in the copy too. The next call overwrites the copy."""
+        """Copy the tensors. Tensors that share memory share it in the copy too. The next call of `take` overwrites the
+        copy."""
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
             return self._copy(tensors)

@@ -24,12 +24,12 @@ from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
-"""A function that every rank calls with its own list. It returns the lists of all ranks."""
+"""A function that every rank calls with its own list, and that returns the lists of all ranks."""
 
 
 class Step:
-    """The numbers (losses, metrics, gradient norm) of one optimizer step. They stay on the device until `read` copies
-    them."""
+    """The numbers (losses, metrics, gradient norm) of one optimizer step. The numbers stay on the device until
+    `read`."""
 
     def __init__(self) -> None:
         self._unread: list[LossMetrics | None] = []

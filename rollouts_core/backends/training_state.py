@@ -1,4 +1,5 @@
-"""Write and read the files of a training checkpoint. Their content does not depend on the number of processes.
+"""Write and read the files of a training checkpoint. The content of the files does not depend on the number of
+processes.
 
 Not here: the checkpoint's directory and manifest (`checkpoint.py`).
 

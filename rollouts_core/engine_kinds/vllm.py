@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PARTS = Path(__file__).parents[1] / "engines/in_vllm"
 """Folder from which vLLM imports `WORKER_EXTENSION` and `GATE`."""
 RECEIVER = "rollouts_receiver.WeightReceiver"
-"""This project's extension of vLLM's workers."""
+"""This project's extension of vLLM's workers, which receives weights."""
 GATE = "rollouts_gate.Gate"
 """This project's middleware for vLLM's server. vLLM's own API key does not protect the development endpoints."""
 LOGPROBS_MODE = "processed_logprobs"

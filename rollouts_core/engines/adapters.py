@@ -39,11 +39,11 @@ class AdaptedWeights:
     """One published version: a folder of adapters, and the directory of the frozen weights."""
 
     version: str
-    """Name of the version. Requests use the same name for the adapter."""
+    """Name of the version. Requests name the adapter by it."""
     folder: Path
     """Folder of the adapters in PEFT's format."""
     adapters: Mapping[str, Tensor]
-    """The tensors of the same adapters in host memory."""
+    """The tensors of the adapters in host memory."""
     model_dir: Path
     """The directory of the frozen weights."""
     base_version: str

@@ -1,9 +1,9 @@
 """Verify an engine's weights by its log-probs, if it has no comparable checksums.
 
 The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the published
-weights. Both are log-probs of the same distribution, so the two differ only by the rounding of the number format: 1e-5
-nats in float32, about 0.02 nats in bfloat16. An engine with a stale output head, another temperature or another rotary
-embedding differs by more than a nat. checksums.py decides which tensors can be compared.
+weights. Engine and trainer compute log-probs of the same distribution, which differ only by the rounding of the number
+format: 1e-5 nats in float32, about 0.02 nats in bfloat16. An engine with a stale output head, another temperature or
+another rotary embedding differs by more than a nat. checksums.py decides which tensors can be compared.
 """
 
 from __future__ import annotations

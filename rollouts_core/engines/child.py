@@ -138,7 +138,8 @@ def start_child(job: ServeJob, directory: RunDirectory, log: Path) -> ChildEngin
     """Start the engine of a job without waiting for its answer. Call this in the main thread, as `start_engine`.
 
     Args:
-        directory: folder for the engine's own files while it runs. Files that an earlier engine left there are removed.
+        directory: folder for the engine's own files while it runs. Files that an earlier engine left in this folder are
+            removed.
     """
     shutil.rmtree(directory.root, ignore_errors=True)  # a killed process may leave files
     directory.root.mkdir(parents=True)

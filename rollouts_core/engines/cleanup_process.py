@@ -75,7 +75,7 @@ def read(path: Path) -> bytes:
 
 
 def find_left_behind(inodes: set[int], began: float) -> list[Path]:
-    """The files in shared memory with these inodes that the engine created.
+    """The files in shared memory with the inodes `inodes` that the engine created.
 
     Args:
         began: a time before the engine's start; older files belong to other programs.

@@ -216,7 +216,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Let the server stop generating. Its requests keep their tokens, but lose their cache from the old weights.
+        """Let the server stop generating. Requests keep their tokens, but lose their cache from the old weights.
 
         Raises:
             EngineError: this kind of server cannot continue requests with new weights.
@@ -228,7 +228,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def show_life(self) -> None:
-        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
+        """Return when the server's scheduler has answered a liveness probe. A paused server answers too."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the `tensor_digest` of every served tensor.

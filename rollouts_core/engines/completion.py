@@ -44,7 +44,7 @@ class GenerationRequest:
     num_continued: int = 0
     """Number of tokens at the end of `prompt_tokens` that an interrupted completion had already sampled."""
     num_tokens: int | None = None
-    """Only token ids below this number may be sampled, because the tokenizer lacks the others. None permits all ids."""
+    """Only token ids below this number may be sampled, because the tokenizer lacks larger ids. None permits all ids."""
     affinity: int | None = None
     """All turns of a group's conversations have the same number, because the beginnings of their prompts are equal.
     Requests with the same number go to the same engine unless that engine is much busier than the others."""

@@ -50,7 +50,7 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """Verifies tensors without comparable checksums. With None, a forward pass of the directory's model verifies these
+    """Verifies tensors without comparable checksums. If None, a forward pass of the published model verifies these
     tensors."""
 
     @property
@@ -113,7 +113,7 @@ class ServerCalls(Protocol):
         ...
 
     async def show_life(self) -> None:
-        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
+        """Return when the server's scheduler has answered a liveness probe. A paused server answers too."""
         ...
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -127,7 +127,7 @@ class WeightDelivery:
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """Whether to send only the changed tensors. False after such an update failed."""
+        """Whether to send only the changed tensors. False after sending only these failed."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """The last version that a canary verified, and the server's checksums for this version."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})

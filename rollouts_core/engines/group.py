@@ -45,7 +45,7 @@ GroupBackend = Literal["gloo", "nccl"]
 JOIN_POLL_S = 0.02
 LEFT = "the group was closed meanwhile"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
-"""Device type of the tensors that a `GroupBackend` sends. It is also a part of the group's key prefix in the store."""
+"""Device type of the tensors that a `GroupBackend` sends, and part of the group's key prefix in the store."""
 
 
 class WeightGroup:

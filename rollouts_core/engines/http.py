@@ -43,7 +43,7 @@ running."""
 DONE_OR_QUEUED = (200, 202)
 """Status codes of a successful answer, or of a router that queued the request."""
 NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
-"""Texts with which vLLM and the embedded engine report NaN log-probs. SGLang returns the NaN instead."""
+"""Texts with which vLLM and the embedded engine report NaN log-probs. SGLang returns NaN in its answer."""
 
 
 class EngineConnection:
@@ -125,7 +125,7 @@ def create_transport() -> httpx.AsyncBaseTransport:
     """Create a transport without a limit of connections, because its callers limit the number of requests.
 
     aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
-    requests, these checks take 20 times the processor time of aiohttp.
+    requests, httpx's pool takes 20 times the processor time of aiohttp.
     """
     return AiohttpTransport(client=_open_session)
 
@@ -186,7 +186,7 @@ def read_completion(
         )
     if status is Status.ABORTED and tokens:
         # SGLang checks for an abort before it checks for an end token, so an ended completion may arrive as aborted.
-        # Such a completion must not be continued.
+        # An ended completion must not be continued.
         if tokens[-1] in request.stop_token_ids or tokens[-1] in ends:
             status = Status.COMPLETED
         elif len(tokens) >= request.sampling.max_new_tokens:

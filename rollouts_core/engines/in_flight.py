@@ -207,7 +207,7 @@ class InFlightEngine:
                 await self._idle.wait()
 
     async def _give_up_running(self) -> None:
-        """Interrupt all calls in this process. Each call then starts again, like a new call."""
+        """Interrupt all calls in this process. Each call then starts again, and waits for the new weights."""
         self._calls.break_off()
         while self._calls.num_requests:
             self._idle = anyio.Event()

@@ -39,7 +39,7 @@ def nccl_version() -> str:
 def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:
     """Raise ConfigError if the torch of an engine's interpreter has another NCCL: only equal versions connect.
 
-    An interpreter that lacks NCCL or fails is accepted here, because the engine's start reports the error.
+    `check_version` accepts an interpreter that lacks NCCL or fails, because the engine's start reports the error.
     """
     try:
         asked = subprocess.run(

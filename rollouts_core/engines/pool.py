@@ -163,7 +163,7 @@ class EnginePool(ClosedOnExit):
     async def weights_dtype(self) -> torch.dtype | None:
         """The number format in which all engines keep weights; None if formats differ or an engine reports no format.
 
-        Includes quarantined engines, because they get the same weights.
+        Quarantined engines are included, because they get the same weights.
         """
         return await common_dtype([member.engine for member in self._members])
 

@@ -64,7 +64,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume_memory(self) -> None:
-        """Allocate the GPU's memory again. Its content is undefined, so the caller must load weights next."""
+        """Allocate the GPU's memory again. The memory's content is undefined, so the caller must load weights next."""
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:

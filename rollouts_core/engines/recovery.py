@@ -44,7 +44,7 @@ RETRY_PAUSE_S = 1.0
 """Pause before the second attempt, seconds. The pause doubles for each further attempt, to relieve an overloaded
 server."""
 MAX_BUSY_ATTEMPTS = 8
-"""Number of attempts at a server that reports overload. They take a minute and a half, or as long as the server
+"""Number of attempts at a server that reports overload. The attempts take a minute and a half, or as long as the server
 asks."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
@@ -201,7 +201,7 @@ class RecoveringEngine:
     async def resume(self) -> None:
         """Let the server continue after a pause. An unreachable server is told again before its next request.
 
-        While requests wait in the server, the command is retried here, because there may be no next request.
+        While requests wait in the server, `resume` itself retries the command, because there may be no next request.
 
         Raises:
             EngineError: the server refused, or cannot be reached.
@@ -236,8 +236,8 @@ class RecoveringEngine:
             self._handed_over = version
 
     async def resume_memory(self) -> None:
-        """Let the server allocate its memory again. A server that restarted meanwhile already has its memory, with
-        initial weights.
+        """Let the server allocate its memory again. A server that restarted after `release_memory` already has its
+        memory, with initial weights.
 
         Raises:
             EngineUnavailableError: the server vanished and did not return.
@@ -301,8 +301,8 @@ class RecoveringEngine:
         no harm.
 
         A restart between two requests shows only by the server's version, which is then neither the new nor the
-        previous version. The first such version counts as a restart. The second shows that the server ignores the
-        weights.
+        previous version. `_load` takes the first such version for a restart, and the second for a server that ignores
+        the weights.
         """
         problem = ""
         before = self._served if self._is_proven else None
@@ -340,8 +340,8 @@ class RecoveringEngine:
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:
-        """Raise for an id outside the vocabulary, because a prompt with such an id would end SGLang's or vLLM's
-        process."""
+        """Raise `kind` for a token id outside the vocabulary, because a prompt with such an id would end SGLang's or
+        vLLM's process."""
         if self._vocab_size is None or not tokens:
             return
         for token in (min(tokens), max(tokens)):

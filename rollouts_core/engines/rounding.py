@@ -56,7 +56,7 @@ class RoundingWatch:
         `dtype`.
 
         Tensors in `weights` are replaced one after another, so that host memory never holds both forms of all tensors.
-        Other tensors are not rounded, because engines keep a few of these tensors in float32 and round the rest.
+        Other tensors are not rounded, because engines keep a few of them in float32 and round the rest.
 
         Args:
             start: result of `sample_weights` for the weights that training started from.

@@ -139,7 +139,7 @@ class SGLangRouter(ClosedOnExit):
 
 
 def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
-    """The reason why these engines cannot be used through a router; empty if they can."""
+    """The reason why the engines at `urls` cannot be used through a router; empty if they can."""
     if others := sorted(workers.keys() - {*urls}):
         return f"did not let go of {', '.join(others)}"
     if not any(is_healthy for _, is_healthy in workers.values()):

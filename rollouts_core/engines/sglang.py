@@ -118,8 +118,8 @@ class SGLangEngine(EngineClient):
         """Free weights, cache and CUDA graphs after all running requests have ended.
 
         Raises:
-            EngineError: the server was started without --enable-memory-saver. Such a server would answer 200 and free
-                nothing.
+            EngineError: the server was started without --enable-memory-saver. Without this argument, SGLang would
+                answer 200 and free nothing.
         """
         server = await self._connection.call("GET", "/server_info")
         if server.get("enable_memory_saver") is False:  # the embedded engine lacks this field

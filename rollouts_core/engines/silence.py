@@ -27,10 +27,10 @@ SILENCE_TIMEOUT_S = 120.0
 up to a minute."""
 MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
-"""Least number of probes within the timeout. This number matters only for timeouts below 40 s."""
+"""Least number of probes within the timeout. `QUESTIONS_PER_TIMEOUT` matters only for timeouts below 40 s."""
 NUM_LOOKS = 12
 """Number of checks for an answer within the timeout. A reward function may block the event loop for longer than the
-timeout. Such a block counts as one check, and answers that arrived meanwhile are read before the next check."""
+timeout. A blocked event loop counts as one check, and reads answers that arrived before the next check."""
 UNREACHED_PAUSE_S = 1.0
 """Seconds between two probes if the first probe did not reach the server."""
 

@@ -5,7 +5,7 @@ publishing to several engines (weight_sync.py), sending weights to a server that
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
 head is not tied to its embedding. With a tied head, vLLM answers 200 to an update and keeps the old head. launch.py
-starts vLLM with these settings, and each update checks them.
+sets these settings, and each update checks them.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class VLLMEngine(EngineClient):
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def _version_in_turn(self) -> str:
-        """The version that the server reports. The process's limit of open connections limits these calls."""
+        """The version that the server reports. The process's limit of open connections limits the concurrent calls."""
         async with request_places().questions:
             return await self.weight_version()
 
@@ -271,7 +271,7 @@ class VLLMEngine(EngineClient):
         """Send weights once and set the version. Running requests end before the load, on the old weights.
 
         Args:
-            kept: tensors that the server already has. They are sent too, because vLLM loads whole layers.
+            kept: tensors that the server already has. The kept tensors are sent too, because vLLM loads whole layers.
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
@@ -381,8 +381,8 @@ def _kept_in(model_config: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSO
 
 @asynccontextmanager
 async def _untied(directory: Path) -> AsyncIterator[Path]:
-    """A directory with the same weights and a separate output head. If a copy is needed, the copy exists only within
-    the block."""
+    """Yield a directory with the weights of `directory` and a separate output head. If a copy is needed, the copy
+    exists only within the block."""
     if not is_tied(directory):
         yield directory
         return

@@ -79,7 +79,7 @@ class EarlierVersion:
     """Weights that were published before, and are published again although the trainer has newer weights."""
 
     number: int
-    """Number of optimizer steps after which these weights were published."""
+    """Number of optimizer steps after which the weights were published."""
     file: Path
     """The weights by their Hugging Face names, or the adapters alone, as safetensors."""
 

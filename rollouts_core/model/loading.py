@@ -36,7 +36,7 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a position reads exactly the positions that the mask allows."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Model types that ignore attention masks inside a row. Their settings do not show this."""
+"""Model types that ignore attention masks inside a row. The config.json of these models does not show it."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
@@ -248,7 +248,7 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """The model's config.json; None if it is unreadable. A later load of the model reports the reason."""
+    """The model's config.json; None if unreadable. A later load of the model reports the reason."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code

@@ -28,7 +28,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
-"""Time limit for the hub's answer, seconds. It includes one or two seconds for importing the hub's library."""
+"""Time limit for the hub's answer, seconds. The limit includes one or two seconds for importing the hub's library."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 

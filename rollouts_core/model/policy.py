@@ -68,7 +68,7 @@ class Policy(nn.Module):
     Args:
         temperature: divisor of the logits before the softmax: in RL the sampling temperature of the rollouts, in SFT 1.
         with_entropies: also compute the entropy at every scored position.
-        with_values: add a value head that predicts returns from hidden states. Its weights start at 0.
+        with_values: add a value head that predicts returns from hidden states. The head's weights start at 0.
         autocast_dtype: dtype of matrix products; None uses the dtype of the weights.
         mixes_samples: True if samples in a row affect each other. The policy then refuses packed rows.
         num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
@@ -135,7 +135,7 @@ def create_policy(
 
     Args:
         num_tokens: the softmax covers only token ids below this number.
-        with_start_sample: fill `Policy.start_sample`. This copies a part of each tensor from the device.
+        with_start_sample: fill `Policy.start_sample`. Filling it copies a part of each tensor from the device.
 
     Raises:
         CheckpointError: the path has no loadable model.

@@ -1,8 +1,8 @@
 """Check that a checkpoint contains no other Python code than the model from which its training started.
 
 With `model.trust_remote_code`, the code in a model's folder runs when the model is loaded. The user trusts the code of
-the start model. A checkpoint may come from another machine, which must not be able to run its own code here. This file
-must not import torch.
+the start model. A checkpoint may come from another machine, which must not be able to run code on this machine. This
+file must not import torch.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 def why_unfit(model: ModelConfig) -> str:
     """Reason why `varlen_attn` cannot compute the model's attention, as a clause; "" if it can.
 
-    The model's settings do not show every kind of attention. Therefore the model also runs once without values, on
-    torch's meta device.
+    The model's settings do not show every kind of attention. Therefore `why_unfit` also runs the model once without
+    values, on torch's meta device.
     """
     try:
         hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
     """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause.
 
-    "" if such a kernel can.
+    "" if a kernel with bounds can.
     """
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
