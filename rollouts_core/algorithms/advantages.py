@@ -197,7 +197,7 @@ def _fill_unscored(rewards: Sequence[float], advantages: Sequence[float]) -> lis
 
 
 def _deviation(rewards: Sequence[float], std: str) -> float:
-    """The standard deviation of the rewards; 0 for fewer than two rewards."""
+    """The standard deviation of the rewards, or 0 for fewer than two rewards."""
     if len(rewards) < 2:
         return 0.0
     return statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)

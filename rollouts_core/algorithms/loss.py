@@ -33,7 +33,7 @@ LossMetrics = Mapping[str, float | Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """The policy's results for the target of each position; 0 at positions outside the loss mask."""
+    """The policy's results for the target of each position, or 0 at positions outside the loss mask."""
 
     logprobs_BT: Tensor
     """Log-prob of each target, nats."""

@@ -40,7 +40,7 @@ def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchC
     """(B, T) factors for the tokens' policy loss: 1 if no correction is configured, 0 for masked tokens.
 
     Args:
-        log_weight_BT: log w of each token; 0 at untrained tokens.
+        log_weight_BT: log w of each token, or 0 at untrained tokens.
 
     Source: truncated importance sampling fengyao.notion.site/off-policy-rl; IcePop arXiv:2510.18855; sequence masks
     yingru.notion.site (When Speed Kills Stability).
@@ -72,7 +72,7 @@ def describe_mismatch(
     of tokens whose factor was moved to a limit.
 
     Args:
-        log_weight_BT: log w of each token; 0 at untrained tokens.
+        log_weight_BT: log w of each token, or 0 at untrained tokens.
         weights_BT: the result of `mismatch_weights`.
     """
     limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)

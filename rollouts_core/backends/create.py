@@ -40,7 +40,7 @@ def create_backend(
         within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
         with_start_sample: keep a sample of the start weights, with which RL measures rounding in engines.
         seed: seed of the random numbers of all libraries.
-        ranks: connections to the other processes that train together; None if this process trains alone.
+        ranks: connections to the other processes that train together, or None if this process trains alone.
 
     Raises:
         ConfigError: the backend does not support a setting, or is not installed.

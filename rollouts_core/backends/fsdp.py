@@ -178,7 +178,7 @@ class FSDPTrainingBackend:
     def _together(
         self, name: str, payloads: Sequence[object] | None = None, *, at_leader: object = None
     ) -> Any:  # Any: depends on the task
-        """Run a task on every rank; returns the leader's result.
+        """Run a task on every rank, and return the leader's result.
 
         Args:
             payloads: input of the task for each rank.
@@ -191,12 +191,12 @@ class FSDPTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """On the leader, the result of `sample_weights` for the start weights; empty on other ranks."""
+        """On the leader, the result of `sample_weights` for the start weights, or empty on other ranks."""
         return self.policy.start_sample
 
     @property
@@ -239,7 +239,7 @@ class FSDPTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout, and return them on the CPU."""
         name = "score_reference" if reference else "score"
         return future_of(lambda: join_scores(self._together(name, split_batch(batch, self.num_ranks)), batch))
 
@@ -253,7 +253,7 @@ class FSDPTrainingBackend:
 
     @torch.no_grad()
     def _ask(self, asked: Policy, share: Share) -> list[TokenScores]:
-        """Compute the scores of this rank's share; returns the scores of all ranks."""
+        """Compute the scores of this rank's share, and return the scores of all ranks."""
         asked.eval()
         scores: TokenScores = asked(share.batch.to(self.ranks.device)).to(torch.device("cpu"))
         # FSDP's root module keeps its gathered weights for a backward pass. Scoring has no backward pass, so the
@@ -284,7 +284,7 @@ class FSDPTrainingBackend:
         return future_of(lambda: self._together("gather_weights"))
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return unsharded adapters in host memory, with the scale in B; empty if the backend trains all weights."""
+        """Return unsharded adapters in host memory, with the scale in B, or empty if the backend trains all weights."""
         return future_of(lambda: self._together("gather_adapters"))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
@@ -376,7 +376,7 @@ class FSDPTrainingBackend:
             torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._steps.num_done))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint of any number of processes; returns the loop's state. Only the leader reads files.
+        """Load a checkpoint of any number of processes, and return the loop's state. Only the leader reads files.
 
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.

@@ -126,7 +126,7 @@ class JAXTrainingBackend:
         self.optim = optim
         self.num_steps = num_steps
         self.start_sample = sample_weights(_without_value_head(weights)) if with_start_sample else {}
-        """The result of `sample_weights` for the start weights; empty without `with_start_sample`."""
+        """The result of `sample_weights` for the start weights, or empty without `with_start_sample`."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None
@@ -137,7 +137,7 @@ class JAXTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.settings.num_tokens
 
     @property
@@ -173,7 +173,7 @@ class JAXTrainingBackend:
         return metrics
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by the policy or the reference, without gradient; returns them on the CPU."""
+        """Compute token scores by the policy or the reference, without gradient, and return them on the CPU."""
         return future_of(lambda: self._score(batch, reference=reference))
 
     def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
@@ -270,7 +270,7 @@ class JAXTrainingBackend:
         return future_of(lambda: self._load_checkpoint(path))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The state of AdamW under the names of the PyTorch backend; empty before the first step."""
+        """The state of AdamW under the names of the PyTorch backend, or empty before the first step."""
         if self._num_optim_steps == 0:
             return {}
         named: dict[str, Tensor] = {}
@@ -293,7 +293,8 @@ class JAXTrainingBackend:
         return state
 
     def _moments_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Params]:
-        """AdamW's moving averages from a checkpoint; 0 for weights without a gradient, which PyTorch does not save."""
+        """AdamW's moving averages from a checkpoint, or 0 for weights without a gradient, which PyTorch does not
+        save."""
         return {
             quantity: to_params(
                 {
@@ -456,7 +457,7 @@ def _cut_to(batch: TrainBatch, scores_BT: jax.Array) -> Tensor:
 
 
 def _padded_gradient(leaf: Tensor, scores_BT: jax.Array) -> jax.Array:
-    """The gradient of the loss with respect to padded scores; 0 if the loss does not depend on these scores."""
+    """The gradient of the loss with respect to padded scores, or 0 if the loss does not depend on these scores."""
     padded_BT = np.zeros(scores_BT.shape, dtype=np.float32)
     if leaf.grad is not None:
         padded_BT[: leaf.shape[0], : leaf.shape[1]] = leaf.grad.numpy()

@@ -54,7 +54,7 @@ class ModelSettings:
     recompute_layers: bool = False
     """Activation checkpointing: store only the inputs of layers, and recompute the rest in the backward pass."""
     num_tokens: int | None = None
-    """The softmax includes only token ids below this number; None includes all token ids of the model."""
+    """The softmax includes only token ids below this number, or all token ids of the model if None."""
     untrained_input_id: int | None = None
     """Id of the padding token in config.json. As in transformers, its input embedding gets no gradient."""
 

@@ -61,7 +61,7 @@ def launch(
     log_dir: Path,
     join: Callable[[], AbstractContextManager[Unit | None]] = nullcontext,
 ) -> int:
-    """Run `python -m rollouts_core arguments` in several processes on this machine; returns the exit code.
+    """Run `python -m rollouts_core arguments` in several processes on this machine, and return the exit code.
 
     If a signal killed a rank, the launcher kills itself with the same signal, so that its caller sees the cause, for
     example a lack of memory. Otherwise the result is the exit code of a failed rank, or 0.
@@ -113,7 +113,7 @@ def agent_arguments(meeting: Meeting) -> list[str]:
 
 
 def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
-    """Run torchrun's agent until all processes ended; returns the exit codes of failed processes by rank."""
+    """Run torchrun's agent until all processes ended, and return the exit codes of failed processes by rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -73,7 +73,8 @@ class Unit(Protocol):
     meeting: Meeting
 
     def conclude(self, exit_code: int) -> int:
-        """Exchange exit codes with the other machines after the processes ended; returns the exit code of the attempt.
+        """Exchange exit codes with the other machines after the processes ended, and return the exit code of the
+        attempt.
 
         Args:
             exit_code: exit code of this machine's own processes.
@@ -94,9 +95,9 @@ class Link:
     def __init__(self, name: str, connection: socket.socket, *, on_beat: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.exit_code: int | None = None
-        """The exit code that the other launcher reported; None before its report."""
+        """The exit code that the other launcher reported, or None before its report."""
         self.problem = ""
-        """Why the other machine counts as lost; empty if it is not lost."""
+        """Why the other machine counts as lost, or empty if it is not lost."""
         self._connection = connection
         self._on_beat = on_beat
         self._has_ended = threading.Event()
@@ -126,7 +127,7 @@ class Link:
         self._is_concluded.set()
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until the connection ends; returns False if it did not end within `timeout_s`."""
+        """Wait until the connection ends, and return False if it did not end within `timeout_s`."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
@@ -319,7 +320,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept connections until a client proves to know the key; returns its connection and its first message."""
+    """Accept connections until a client proves to know the key, and return its connection and its first message."""
     while True:
         connection, _ = listener.accept()
         try:
@@ -342,7 +343,7 @@ def network_variables(address: str) -> dict[str, str]:
 
 
 def find_interface(address: str) -> str:
-    """Name of the network interface with this IP address; "" if no interface has it."""
+    """Name of the network interface with this IP address, or "" if no interface has it."""
     if sys.platform != "linux":
         return ""
     if ":" in address:

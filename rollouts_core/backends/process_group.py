@@ -33,7 +33,7 @@ def find_address_towards(host: str, port: int) -> str:
 
 
 def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
-    """Open a torch store that listens only at `address`; returns the store and its port.
+    """Open a torch store that listens only at `address`, and return the store and its port.
 
     A TCPStore that opens its own port would listen on all network interfaces, and every client of a store can read and
     change its content.
@@ -91,7 +91,7 @@ def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> A
 
 
 def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
-    """Join an NCCL group of GPUs; returns a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
+    """Join an NCCL group of GPUs, and return a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
     # With this variable, a new group raises an error if a rank is lost; without it, NCCL would end the process. The

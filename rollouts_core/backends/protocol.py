@@ -70,14 +70,14 @@ class LateTrainFuture(Generic[T]):
     """A future of work that is queued on a device. Only the first call of `result` waits for the device.
 
     Args:
-        read: waits for the device; returns the value or raises the error.
+        read: waits for the device, and returns the value or raises the error.
         is_read: True if `read` would return at once.
     """
 
     def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
         self._read, self._is_read = read, is_read
         self._outcome: TrainFuture[T] | None = None
-        """The value or error; None before the first call of `result`."""
+        """The value or error, or None before the first call of `result`."""
 
     async def result(self) -> T:
         """Wait for the device to finish this work and all earlier work in its queue."""
@@ -106,7 +106,7 @@ class FailedTrainFuture:
 
 
 def future_of(work: Callable[[], T]) -> TrainFuture[T]:
-    """Run `work` now; returns a future with the value or the error of `work`."""
+    """Run `work` now, and return a future with the value or the error of `work`."""
     return future_from(lambda: ImmediateTrainFuture(work()))
 
 
@@ -143,7 +143,8 @@ class TrainingBackend(Protocol):
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the gradient of a micro-batch; returns metrics, which the caller sums over the micro-batches of a step.
+        """Add the gradient of a micro-batch, and return metrics, which the caller sums over the micro-batches of a
+        step.
 
         If the future is a `LateTrainFuture`, the caller may request the rest of the step before it awaits the metrics.
         If a loss or the gradient of the step is not finite, the weights stay unchanged, and the futures of
@@ -152,7 +153,7 @@ class TrainingBackend(Protocol):
         ...
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute the scores (such as log-probs) of a batch's tokens without a gradient; returns them on the CPU.
+        """Compute the scores (such as log-probs) of a batch's tokens without a gradient, and return them on the CPU.
 
         Args:
             reference: use the start weights instead of the current weights.
@@ -160,7 +161,8 @@ class TrainingBackend(Protocol):
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, update the weights, and advance the schedule; returns gradient norm and learning rate."""
+        """Clip the gradient, update the weights, and advance the schedule, and return gradient norm and learning
+        rate."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
@@ -188,7 +190,7 @@ class TrainingBackend(Protocol):
         ...
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the `state` that `save_checkpoint` stored in it."""
+        """Load a checkpoint, and return the `state` that `save_checkpoint` stored in it."""
         ...
 
 
@@ -197,7 +199,7 @@ class TrainsAdapters(Protocol):
     """A training backend that can train only low-rank adapters (LoRA)."""
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return copies of the adapters in host memory, by name; empty if the backend trains all weights.
+        """Return copies of the adapters in host memory, by name, or empty if the backend trains all weights.
 
         Names are `<layer>.lora_A.weight` (rank, inputs) and `<layer>.lora_B.weight` (outputs, rank). B includes the
         adapter's scale, so B (A x) is added to the layer's output.
@@ -210,7 +212,7 @@ class TrainsAdapters(Protocol):
 
 
 def adapters_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
-    """Return the adapters of a backend; empty if the backend does not train adapters."""
+    """Return the adapters of a backend, or empty if the backend does not train adapters."""
     return backend.get_adapters() if isinstance(backend, TrainsAdapters) else ImmediateTrainFuture({})
 
 

@@ -113,12 +113,12 @@ class PyTorchTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """The result of `sample_weights` for the start weights; empty without `with_start_sample`."""
+        """The result of `sample_weights` for the start weights, or empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
@@ -149,7 +149,7 @@ class PyTorchTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout, and return them on the CPU."""
         return future_from(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return copies of the adapters in host memory, with the scale in B; empty if all weights are trained."""
+        """Return copies of the adapters in host memory, with the scale in B, or empty if all weights are trained."""
         return ImmediateTrainFuture({name: tensor.cpu() for name, tensor in scaled_adapters(self.model)})
 
     def get_base_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
@@ -231,7 +231,7 @@ class PyTorchTrainingBackend:
         return saving
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint of this backend; returns the state of the training loop.
+        """Load a checkpoint of this backend, and return the state of the training loop.
 
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.

@@ -110,7 +110,8 @@ class Ranks:
         return agreed
 
     def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: the leader's object
-        """Send one object from the leader to each rank; returns this rank's object. Only the leader passes `objects`.
+        """Send one object from the leader to each rank, and return this rank's object. Only the leader passes
+        `objects`.
 
         Raises:
             LeaderGoneError: raised on a follower if the leader ended without stopping it.
@@ -125,14 +126,14 @@ class Ranks:
             raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
 
     def gather(self, value: object) -> list[Any]:  # Any: the ranks' objects
-        """Exchange objects; returns the objects of all ranks, in order, on every rank."""
+        """Exchange objects, and return the objects of all ranks, in order, on every rank."""
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
         """Like `gather`, but if a rank failed, raise an error on every rank, so that no rank waits for the failed rank.
 
         Args:
-            error: the error of this rank; None if this rank did not fail.
+            error: the error of this rank, or None if this rank did not fail.
 
         Raises:
             ConfigError, TrainingError: another rank failed. The message names the rank and its error.

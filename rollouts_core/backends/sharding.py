@@ -75,7 +75,7 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
     """Replace parameters and buffers on the meta device with tensors on `device` that have the leader's values.
 
     Args:
-        source: the leader's module with values; None on other ranks.
+        source: the leader's module with values, or None on other ranks.
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules still share parameters
     for owner_name, owner in module.named_modules():
@@ -98,7 +98,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _receive(like: Tensor, value: Tensor | None, device: torch.device) -> Tensor:
-    """Broadcast the leader's tensor; returns it on every rank. `value` is None on ranks other than the leader."""
+    """Broadcast the leader's tensor, and return it on every rank. `value` is None on ranks other than the leader."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if value is not None:
         whole.copy_(value)

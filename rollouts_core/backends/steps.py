@@ -45,7 +45,7 @@ class Step:
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Add the metrics of a micro-batch (None on a rank without rows); returns the micro-batch's index in the
+        """Add the metrics of a micro-batch (None on a rank without rows), and return the micro-batch's index in the
         step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
@@ -114,11 +114,11 @@ class OptimizerSteps:
 
     Args:
         device: device of the gradients and losses.
-        clip: clips the gradient; returns its norm before clipping, on the device.
+        clip: clips the gradient, and returns its norm before clipping, on the device.
         drop_gradient: discards the gradient of a step that ends early.
         gather: exchanges metrics between ranks.
         agree: sets a number on the device to its maximum over all ranks.
-        look_together: calls `look` on every rank; None with one rank.
+        look_together: calls `look` on every rank, or None with one rank.
     """
 
     def __init__(

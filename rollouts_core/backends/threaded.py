@@ -86,12 +86,12 @@ class ThreadedBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """`num_tokens` of the backend; None if the backend has no such attribute."""
+        """`num_tokens` of the backend, or None if the backend has no such attribute."""
         return getattr(self._backend, "num_tokens", None)
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`start_sample` of the backend; empty if the backend has no such attribute."""
+        """`start_sample` of the backend, or empty if the backend has no such attribute."""
         return getattr(self._backend, "start_sample", {})
 
     @property
@@ -126,7 +126,7 @@ class ThreadedBackend:
         return self._relay(self._backend.get_weights)
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the adapters with their scale in B; empty if the backend does not train adapters."""
+        """Return the adapters with their scale in B, or empty if the backend does not train adapters."""
         return self._relay(lambda: adapters_of(self._backend))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
@@ -147,7 +147,7 @@ class ThreadedBackend:
         return self._relay(lambda: self._backend.save_checkpoint(path, as_it_is))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the state of the training loop."""
+        """Load a checkpoint, and return the state of the training loop."""
         return self._relay(lambda: self._backend.load_checkpoint(path))
 
     def _relay(self, ask: Callable[[], TrainFuture[T]]) -> RelayedFuture[T]:

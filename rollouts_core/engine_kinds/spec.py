@@ -98,15 +98,15 @@ class EngineSpec:
     """Tokens of the context that prompt and completion must leave free. With fewer free tokens, the embedded engine
     refuses the prompt, and SGLang ends the completion early."""
     package: str = ""
-    """The package that must be installed for the engine; empty for the engine of this project."""
+    """The package that must be installed for the engine, or empty for the engine of this project."""
     cuda_build: EngineBuild | None = None
-    """The build that a run installs on a machine with GPUs; None if the run installs nothing there."""
+    """The build that a run installs on a machine with GPUs, or None if the run installs nothing there."""
     cpu_build: EngineBuild | None = None
-    """The build that a run installs on a machine without GPUs; None if the run installs nothing there."""
+    """The build that a run installs on a machine without GPUs, or None if the run installs nothing there."""
     list_architectures: str = ""
     """Program for the engine's interpreter that prints the supported model architectures, one per line."""
     render: RenderFn | None = None
-    """Writes the arguments for the engine's interpreter; None for the engine of this project."""
+    """Writes the arguments for the engine's interpreter, or None for the engine of this project."""
     render_key: Callable[[str, Path], LaunchPart] | None = None
     """(API key, private folder) -> a further part of the command, which makes the server require the API key."""
     max_temperature: float = math.inf
@@ -126,19 +126,19 @@ class EngineSpec:
     nccl_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that make NCCL in the trainer share memory in this engine's way."""
     scoring: ScoringAPI | None = None
-    """The engine's API for reward models; None if it serves no reward models."""
+    """The engine's API for reward models, or None if it serves no reward models."""
     adapter_form: AdapterForm = ""
-    """The form in which the engine takes adapters; empty if it takes only merged weights."""
+    """The form in which the engine takes adapters, or empty if it takes only merged weights."""
     adapter_ranks: tuple[int, ...] = ()
-    """Values to pass as the engine's highest adapter rank; empty if the engine has no argument for this rank."""
+    """Values to pass as the engine's highest adapter rank, or empty if the engine has no argument for this rank."""
     adapts_on_cpu: bool = True
     """Whether the engine takes adapters on a machine without a GPU; if False, the engine gets merged weights on such a
     machine."""
     adapted_architectures: tuple[str, ...] = ()
-    """Architectures whose adapters the engine is known to take for all layers; empty for all architectures."""
+    """Architectures whose adapters the engine is known to take for all layers, or empty for all architectures."""
 
     def rank_of_slots(self, rank: int) -> int:
-        """The smallest of `adapter_ranks` that is at least `rank`; 0 if `rank` is 0 or larger than all of them."""
+        """The smallest of `adapter_ranks` that is at least `rank`, or 0 if `rank` is 0 or larger than all of them."""
         return min((each for each in self.adapter_ranks if each >= rank > 0), default=0)
 
     @property
@@ -163,6 +163,6 @@ def num_gpus_per_engine(job: ServeJob) -> str:
 
 
 def memory_share(job: ServeJob, argument: str) -> list[str]:
-    """The argument for the engine's share of a GPU's memory; [] to use the engine's default."""
+    """The argument for the engine's share of a GPU's memory, or [] to use the engine's default."""
     share = job.deployment.engine_memory_share
     return [argument, f"{share:g}"] if share else []

@@ -77,13 +77,13 @@ class TakesAdapters(Protocol):
     """An engine that may take adapters without merging them into the weights."""
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if the server takes none or is
+        """The form in which the server takes adapters of this rank, or empty if the server takes none or is
         unreachable."""
         ...
 
 
 async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
-    """The form in which all engines take adapters of this rank; empty if an engine takes none, or the engines
+    """The form in which all engines take adapters of this rank, or empty if an engine takes none, or the engines
     differ."""
     known = [engine for engine in engines if isinstance(engine, TakesAdapters)]
     forms = set(await gather([partial(engine.adapter_form, rank) for engine in known]))
@@ -95,10 +95,10 @@ class PublishedBase:
     """Remembers where the frozen weights of the published adapters were published."""
 
     place: object = None
-    """Identifies the published copy of the frozen weights, for example by its path; None if the next publication of
+    """Identifies the published copy of the frozen weights, for example by its path, or None if the next publication of
     adapters must include the frozen weights."""
     form: AdapterForm | None = None
-    """The form in which adapters were last published; None before the first publication."""
+    """The form in which adapters were last published, or None before the first publication."""
 
     def note_form(self, form: AdapterForm, *, num_bytes: int) -> None:
         """Log the form in which adapters are sent, at the first publication and after each change."""

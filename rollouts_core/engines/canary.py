@@ -55,7 +55,7 @@ class Canary:
     score: ScoreFn
     """Computes the expected log-probs of the engine's completions."""
     num_tokens: int | None = None
-    """The distribution includes only token ids below this number; None includes all token ids."""
+    """The distribution includes only token ids below this number, or all token ids if None."""
 
 
 def backend_canary(

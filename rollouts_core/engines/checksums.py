@@ -57,11 +57,11 @@ class HeldTensors:
     """A server's report about the tensors that it holds."""
 
     digests: Mapping[str, str]
-    """Checksums by tensor name; empty for servers with several ranks, because each rank holds parts of tensors."""
+    """Checksums by tensor name, or empty for servers with several ranks, because each rank holds parts of tensors."""
     dtype: torch.dtype | None
-    """Number format of the tensors with checksums; None if this process cannot compute the server's checksums."""
+    """Number format of the tensors with checksums, or None if this process cannot compute the server's checksums."""
     kept_in: torch.dtype | None = None
-    """Number format in which the server stores tensors; None if it may change tensors by more than rounding to a
+    """Number format in which the server stores tensors, or None if it may change tensors by more than rounding to a
     format."""
 
 
@@ -225,7 +225,7 @@ def prefix_of_copies(directory: Path) -> str:
 
 
 def version_of_copy(path: Path) -> str:
-    """The name of the directory of which `path` is a temporary copy; empty if `path` is not a copy."""
+    """The name of the directory of which `path` is a temporary copy, or empty if `path` is not a copy."""
     return path.name[1:].rpartition(COPY_MARK)[0] if path.name.startswith(".") else ""
 
 
@@ -275,7 +275,7 @@ def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, T
 
 
 def _sources_of(name: str, published: Collection[str]) -> list[str]:
-    """The published tensors of which a server's tensor consists; empty if unknown."""
+    """The published tensors of which a server's tensor consists, or empty if unknown."""
     if name in published:
         return [name]
     if name == HEAD and EMBEDDING in published:

@@ -67,7 +67,7 @@ def mapped_by(processes: list[Path]) -> set[int]:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of /proc; empty if the process has ended, or belongs to another user."""
+    """The content of a file of /proc, or empty if the process has ended, or belongs to another user."""
     try:
         return path.read_bytes()
     except OSError:

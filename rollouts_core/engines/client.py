@@ -69,7 +69,7 @@ class EngineClient(ClosedOnExit):
             model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
-        """Tokens that end completions, besides a request's stop tokens; empty without `model_dir`."""
+        """Tokens that end completions, besides a request's stop tokens, or empty without `model_dir`."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class EngineClient(ClosedOnExit):
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids of the served model; None if unknown."""
+        """Number of token ids of the served model, or None if unknown."""
         return self._keeper.vocab_size
 
     @property
@@ -112,7 +112,7 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights; returns when the server is verified to serve these weights.
+        """Load published weights, and return when the server is verified to serve these weights.
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
@@ -224,7 +224,7 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_pause(self) -> None:
-        """Tell a paused server to generate again, without a retry; does nothing if the server is not paused."""
+        """Tell a paused server to generate again, without a retry. Does nothing if the server is not paused."""
 
     @abstractmethod
     async def show_life(self) -> None:

@@ -58,7 +58,7 @@ def left_out_tokens(request: GenerationRequest, vocab_size: int | None) -> range
 
 
 def logit_bias_against(token_ids: range) -> dict[str, Any]:  # Any: JSON
-    """The sampling parameter that makes SGLang and vLLM exclude token ids; {} without ids."""
+    """The sampling parameter that makes SGLang and vLLM exclude token ids, or {} without ids."""
     return {"logit_bias": {str(token): LEFT_OUT_BIAS for token in token_ids}} if token_ids else {}
 
 

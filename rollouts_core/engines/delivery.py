@@ -84,15 +84,15 @@ class ServerCalls(Protocol):
         ...
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load the weights of a directory and check the version; raises WeightSyncError."""
+        """Load the weights of a directory and check the version. Raises WeightSyncError."""
         ...
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Send weights, except the `kept` tensors, and check the version; raises WeightSyncError."""
+        """Send weights, except the `kept` tensors, and check the version. Raises WeightSyncError."""
         ...
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights, use the adapters from now on, and set the version; raises
+        """Load adapters beside the weights, use the adapters from now on, and set the version. Raises
         WeightSyncError."""
         ...
 
@@ -109,7 +109,7 @@ class ServerCalls(Protocol):
         ...
 
     async def end_pause(self) -> None:
-        """Let a paused server generate again; does nothing if the server is not paused."""
+        """Let a paused server generate again. Does nothing if the server is not paused."""
         ...
 
     async def show_life(self) -> None:
@@ -117,7 +117,7 @@ class ServerCalls(Protocol):
         ...
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
+        """Load segments, check the version, return the digests of all tensors. Raises WeightSyncError."""
         ...
 
 
@@ -140,7 +140,7 @@ class WeightDelivery:
         """Let the server load weights once, and verify that the server has these weights.
 
         Args:
-            before: the verified version that the server had until now; None if unknown.
+            before: the verified version that the server had until now, or None if unknown.
             can_sample: whether the server completes requests. A paused server does not, so a canary cannot verify its
                 weights.
 

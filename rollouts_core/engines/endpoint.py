@@ -29,9 +29,9 @@ class Endpoint(Record):
     url: str = Field(pattern=r"^https?://[^/]+")
     """Base URL of the server."""
     model: str = ""
-    """Folder of the model that the server must serve, to check shapes and token ids; empty checks nothing."""
+    """Folder of the model that the server must serve, to check shapes and token ids. An empty path checks nothing."""
     api_key_variable: str = ""
-    """Name of the environment variable with the engine's API key; empty sends no key."""
+    """Name of the environment variable with the engine's API key, or empty to send no key."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling settings of each completion."""
 

@@ -86,7 +86,7 @@ class WeightGroup:
                 raise RuntimeError(LEFT)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send bytes to the server's ranks; returns when the trainer's end of the group has sent all bytes.
+        """Send bytes to the server's ranks, and return when the trainer's end of the group has sent all bytes.
 
         Raises:
             EngineUnavailableError: the server's end is gone, or did not receive the bytes in time.

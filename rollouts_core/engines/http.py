@@ -81,7 +81,7 @@ class EngineConnection:
     async def call(
         self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
     ) -> Any:  # Any: JSON both ways
-        """Make a request and return the JSON answer; None for an empty answer.
+        """Make a request and return the JSON answer, or None for an empty answer.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.

@@ -113,11 +113,11 @@ class InFlightEngine:
         return await self.engine.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the engine's weights; None if the engine does not report it."""
+        """The number format of the engine's weights, or None if the engine does not report it."""
         return await common_dtype([self.engine])
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the engine takes adapters of this rank; empty for merged weights.
+        """The form in which the engine takes adapters of this rank, or empty for merged weights.
 
         With `in_flight` = "continue" a folder of adapters is not used, because a running request would keep its first
         adapter until its end.
@@ -163,11 +163,11 @@ class InFlightEngine:
             await self.engine.release_memory()
 
     async def resume_memory(self) -> None:
-        """Allocate the engine's memory again; raises EngineUnavailableError if the engine is unreachable."""
+        """Allocate the engine's memory again. Raises EngineUnavailableError if the engine is unreachable."""
         await self.engine.resume_memory()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        """Return when the engine answers. Raises EngineUnavailableError at the deadline."""
         await self.engine.wait_until_ready(timeout_s)
 
     async def aclose(self) -> None:

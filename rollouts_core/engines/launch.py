@@ -180,7 +180,8 @@ def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str
 
 
 def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
-    """The warning that SGLang or vLLM computes in a slow number format on this machine; empty otherwise.
+    """The warning that SGLang or vLLM computes in a slow number format on this machine, or empty if the format is not
+    slow.
 
     The embedded engine always computes in float32, regardless of the format of the model's files.
     """

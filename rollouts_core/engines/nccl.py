@@ -30,7 +30,7 @@ def share_memory_as(engine: EngineConfig) -> None:
 
 
 def nccl_version() -> str:
-    """The version of this process's NCCL, for example 2.27.5; empty if its torch has no NCCL."""
+    """The version of this process's NCCL, for example 2.27.5, or empty if its torch has no NCCL."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ class Member:
     is_paused: bool = False
     """Whether the engine was told to pause, and not yet told to resume."""
     quarantined: str = ""
-    """Why the engine gets no requests; empty if the engine is in use."""
+    """Why the engine gets no requests, or empty if the engine is in use."""
     without_numbers: tuple[Published | None] | None = None
     """The weights for which the engine reported NaN log-probs. Another load of these weights would give NaN again."""
     returning: asyncio.Task[None] | None = None
@@ -161,14 +161,15 @@ class EnginePool(ClosedOnExit):
         return await common_access(healthy)
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if formats differ or an engine reports no format.
+        """The number format in which all engines keep weights, or None if formats differ or an engine reports no
+        format.
 
         Quarantined engines are included, because they get the same weights.
         """
         return await common_dtype([member.engine for member in self._members])
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which all engines in use take adapters of this rank; empty for merged weights."""
+        """The form in which all engines in use take adapters of this rank, or empty for merged weights."""
         return await common_form([member.engine for member in self._members if not member.quarantined], rank)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
@@ -334,8 +335,8 @@ class EnginePool(ClosedOnExit):
             self._take_back(member, published)
 
     async def _find_problem(self, member: Member, published: Published | None) -> str:
-        """Load a version into an engine; returns the reason if this fails. Before the first version, only wait for an
-        answer."""
+        """Load a version into an engine, and return the reason if this fails. Before the first version, only wait for
+        an answer."""
         if published is None:  # in an evaluation, the engine serves its initial weights
             try:
                 await member.engine.wait_until_ready(self.retry_s)

@@ -68,7 +68,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        """Return when the engine answers. Raises EngineUnavailableError at the deadline."""
         ...
 
     async def aclose(self) -> None:

@@ -86,7 +86,7 @@ class RecoveringEngine:
         self._is_left_paused = False
         """True if the server was told to resume, but may not have received the command."""
         self._handed_over: str | None = None
-        """The version that the server had when it freed its memory; None while the server has its memory."""
+        """The version that the server had when it freed its memory, or None while the server has its memory."""
         self._recovering = asyncio.Lock()
         self.watch = SilenceWatch(
             server.name,
@@ -175,7 +175,7 @@ class RecoveringEngine:
         return await self.watch.over(ask)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
-        """Load published weights; returns when the server is verified to serve them.
+        """Load published weights, and return when the server is verified to serve them.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.
@@ -186,7 +186,7 @@ class RecoveringEngine:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids of the served model; None if unknown."""
+        """Number of token ids of the served model, or None if unknown."""
         return self._vocab_size
 
     @property

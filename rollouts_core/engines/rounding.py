@@ -33,13 +33,13 @@ class ReportsWeightsDtype(Protocol):
     """An engine that reports the number format of its server's weights."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The server's number format; None if the server does not report it, is unreachable, or has quantized
+        """The server's number format, or None if the server does not report it, is unreachable, or has quantized
         weights."""
         ...
 
 
 async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
-    """The number format in which all engines store weights; None if the formats differ or a format is unknown."""
+    """The number format in which all engines store weights, or None if the formats differ or a format is unknown."""
     known = [engine for engine in engines if isinstance(engine, ReportsWeightsDtype)]
     found = set(await gather([engine.weights_dtype for engine in known]))
     return found.pop() if len(found) == 1 and len(known) == len(engines) else None
@@ -67,7 +67,7 @@ class RoundingWatch:
                 weights[name] = weights[name].to(dtype)
 
     def take_metrics(self) -> Metrics:
-        """Return the metrics of the last publication, and forget them; empty if nothing was measured."""
+        """Return the metrics of the last publication, and forget them, or empty if nothing was measured."""
         last, self._last = self._last, None
         return {ARRIVED: last.arrived, CHANGED: last.changed} if last else {}
 

@@ -85,7 +85,7 @@ class SGLangRouter(ClosedOnExit):
         ]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the router answers; raises EngineUnavailableError at the deadline."""
+        """Return when the router answers. Raises EngineUnavailableError at the deadline."""
         problem = "it took the connection and was silent"
         with anyio.move_on_after(timeout_s):
             while True:
@@ -99,7 +99,7 @@ class SGLangRouter(ClosedOnExit):
         raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
 
     async def use(self, urls: Sequence[str]) -> None:
-        """Let the router use exactly these engines; returns when the router uses them.
+        """Let the router use exactly these engines, and return when the router uses them.
 
         An engine that is not added in time is left out if the router uses at least one other.
 
@@ -139,7 +139,7 @@ class SGLangRouter(ClosedOnExit):
 
 
 def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
-    """The reason why the engines at `urls` cannot be used through a router; empty if they can."""
+    """The reason why the engines at `urls` cannot be used through a router, or empty if they can."""
     if others := sorted(workers.keys() - {*urls}):
         return f"did not let go of {', '.join(others)}"
     if not any(is_healthy for _, is_healthy in workers.values()):
@@ -169,7 +169,7 @@ class RoutedPool(ClosedOnExit):
         self._engines = engines
         self._revive = revive
         self._routed: frozenset[str] | None = None
-        """Names of the engines that the router was last told to use; None if unknown."""
+        """Names of the engines that the router was last told to use, or None if unknown."""
         self._telling = anyio.Lock()
         self._versions: list[str] = []
         """Loaded and verified versions; the current version is last."""
@@ -253,12 +253,12 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if formats differ or an engine reports no
+        """The number format in which all engines keep weights, or None if formats differ or an engine reports no
         format."""
         return await self.pool.weights_dtype()
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which all engines in use take adapters of this rank; empty for merged weights.
+        """The form in which all engines in use take adapters of this rank, or empty for merged weights.
 
         Behind a router, the form "folder" is not used.
         """
@@ -296,7 +296,7 @@ class RoutedPool(ClosedOnExit):
         await self.pool.resume()
 
     async def release_memory(self) -> None:
-        """Free the GPU memory of every engine; raises EngineError if an engine cannot free its memory."""
+        """Free the GPU memory of every engine. Raises EngineError if an engine cannot free its memory."""
         await self.pool.release_memory()
 
     async def resume_memory(self) -> None:

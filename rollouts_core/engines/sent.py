@@ -77,7 +77,7 @@ def _copy_tensor(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def find_kept(weights: SentWeights, held: SentWeights) -> frozenset[str]:
-    """Names of tensors equal in both versions, which need not be sent again; empty if the sets of names differ."""
+    """Names of tensors equal in both versions, which need not be sent again, or empty if the sets of names differ."""
     if weights.tensors.keys() != held.tensors.keys():
         return frozenset()
     return frozenset(name for name, tensor in weights.tensors.items() if held.tensors[name] is tensor)

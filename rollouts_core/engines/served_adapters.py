@@ -21,7 +21,7 @@ class ServedAdapters:
         self._connection = connection
         self._prefix = prefix
         self.current = ""
-        """Name of the adapter that requests use; empty if requests use the weights without adapters."""
+        """Name of the adapter that requests use, or empty if requests use the weights without adapters."""
 
     async def load(self, weights: AdaptedWeights, version: str) -> None:
         """Load an adapter under the name `version`. Requests use the earlier adapter until `current` changes."""

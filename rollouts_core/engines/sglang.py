@@ -52,11 +52,11 @@ class SGLangEngine(EngineClient):
     """The client of one SGLang server, or of the embedded engine."""
 
     _segment_access: SegmentAccess | None = None
-    """The access to segments; None before the server's first answer."""
+    """The access to segments, or None before the server's first answer."""
     _weights_dtype: torch.dtype | None = None
-    """The number format of the server's weights; None before the server reported it."""
+    """The number format of the server's weights, or None before the server reported it."""
     _sender: WeightSender | None = None
-    """The sender of weights; None before the first weights were sent."""
+    """The sender of weights, or None before the first weights were sent."""
 
     async def segment_access(self) -> SegmentAccess:
         """Full access for an embedded engine on this machine; no access for SGLang, or for a server that does not
@@ -75,14 +75,15 @@ class SGLangEngine(EngineClient):
         return self._segment_access
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
+        """The number format of the server's weights, or None if quantized, not reported, or the server is
+        unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
         return self._weights_dtype
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if it takes none, or is unreachable."""
+        """The form in which the server takes adapters of this rank, or empty if it takes none, or is unreachable."""
         try:
             server = await self._connection.call("GET", "/server_info")
         except EngineError:
@@ -171,7 +172,7 @@ class SGLangEngine(EngineClient):
         ]
 
     async def _generate(self, body: dict[str, Any], count: int) -> tuple[list[Any], str]:  # Any: JSON
-        """The answers to `count` prompts, and the name of the adapter that computed them; "" without adapters."""
+        """The answers to `count` prompts, and the name of the adapter that computed them, or "" without adapters."""
         adapter = self._adapters.current
         try:
             answers = await self._connection.sample("/generate", body | ({"lora_path": adapter} if adapter else {}))
@@ -290,13 +291,13 @@ class SGLangEngine(EngineClient):
 
 
 def _dtype_of(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """A server's number format by its `/server_info`; None for "auto", or if the server does not report it."""
+    """A server's number format by its `/server_info`, or None for "auto", or if the server does not report it."""
     dtype = getattr(torch, str(server.get("dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _kept_in(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None if the weights are quantized."""
+    """The number format of a server's weights, or None if the weights are quantized."""
     return None if server.get("quantization") else _dtype_of(server)
 
 

@@ -42,7 +42,7 @@ class SilenceWatch:
 
     Args:
         name: the server's name in logs and errors.
-        question: sends a probe; returns when the server's scheduler has answered.
+        question: sends a probe, and returns when the server's scheduler has answered.
         is_excused: True while the server runs a call that may delay its answer, for example loading weights.
         timeout_s: longest permitted silence.
         start_timeout_s: used in place of a shorter `timeout_s` until the first request has ended, because servers
@@ -78,8 +78,8 @@ class SilenceWatch:
         return self._calls.num_requests > 0
 
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Run `ask`, which waits for the server, and interrupt it if the server becomes silent; returns the result of
-        `ask`.
+        """Run `ask`, which waits for the server, and interrupt it if the server becomes silent, and return the result
+        of `ask`.
 
         Raises:
             EngineUnavailableError: the server became silent.

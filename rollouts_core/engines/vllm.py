@@ -79,12 +79,13 @@ class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
 
     _weights_dtype: torch.dtype | None = None
-    """The number format of the server's weights; None before the server reported it."""
+    """The number format of the server's weights, or None before the server reported it."""
     _sender: VLLMWeightSender | None = None
-    """The sender of weights; None before the first weights were sent."""
+    """The sender of weights, or None before the first weights were sent."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
+        """The number format of the server's weights, or None if quantized, not reported, or the server is
+        unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._model_config())
@@ -95,7 +96,7 @@ class VLLMEngine(EngineClient):
         return ServedAdapters(self._connection, prefix="/v1")
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if it was started without adapters, or is
+        """The form in which the server takes adapters of this rank, or empty if it was started without adapters, or is
         unreachable."""
         try:
             info = await self._server_info()
@@ -338,7 +339,7 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/update_weight_version", json={"new_version": version})
 
     async def _digests(self) -> dict[str, str]:
-        """The checksums of a server's tensors; {} for a server with several ranks, because each rank has parts of
+        """The checksums of a server's tensors, or {} for a server with several ranks, because each rank has parts of
         tensors."""
         answer = await self._call_development("POST", "/weight_checker", json={"action": "checksum"})
         checksums: dict[str, Any] = self._field(answer, "checksums")  # Any: JSON
@@ -374,7 +375,7 @@ class VLLMEngine(EngineClient):
 
 
 def _kept_in(model_config: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None if the weights are quantized."""
+    """The number format of a server's weights, or None if the weights are quantized."""
     dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and not model_config.get("quantization") else None
 

@@ -71,7 +71,7 @@ class WeightSyncResult:
     version: str
     """The version that the engine was given."""
     error: str
-    """The problem; empty if the engine was verified to serve the version."""
+    """The problem, or empty if the engine was verified to serve the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class PublishedVersion:
 
     version: str = ""
     weights: Weights | None = None
-    """The published weights; None before the first publication, and without engines."""
+    """The published weights, or None before the first publication, and without engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ async def publish_weights(
     *,
     earlier: EarlierVersion | None = None,
 ) -> str:
-    """Publish the backend's weights as a new version and load them into all engines; returns the version.
+    """Publish the backend's weights as a new version and load them into all engines, and return the version.
 
     Without engines nothing is written.
 
@@ -349,8 +349,8 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve; None without engines. If adapters are sent as adapters, the file
-    has only the adapters.
+    """The file of the weights that the engines serve, or None without engines. If adapters are sent as adapters, the
+    file has only the adapters.
 
     The file is in the directory of published versions and is removed with them, so the caller must link the file to
     keep it.
@@ -386,7 +386,7 @@ async def _round_for(
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
-    """The access to segments that all given engines have; NONE without engines."""
+    """The access to segments that all given engines have, or NONE without engines."""
     return min(await gather([engine.segment_access for engine in engines]), default=SegmentAccess.NONE)
 
 
@@ -468,7 +468,7 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
 
     Args:
         newest: the served version, which is always kept, even if its directory looks older because a clock was wrong.
-        num_kept: number of directories to keep; 0 if engines do not read directories.
+        num_kept: number of directories to keep, or 0 if engines do not read directories.
         base: name of the directory with the frozen weights of the adapters, which is also kept.
     """
     folders = [path for path in weights_dir.iterdir() if path.is_dir() and path.name != base]

@@ -44,7 +44,7 @@ class SharedPrompts(NamedTuple):
 
 
 def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompts | None:
-    """The completions that could share a prompt in a row; None if the settings exclude sharing."""
+    """The completions that could share a prompt in a row, or None if the settings exclude sharing."""
     num_samples = min(MAX_SHARERS, rollout.n_samples_per_prompt)
     if not rl.packing or num_samples < 2:
         return None
@@ -74,7 +74,7 @@ def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: S
 
     Args:
         settings: content of the model's config.json.
-        shared: completions that could share a prompt; None without sharing.
+        shared: completions that could share a prompt, or None without sharing.
     """
     if policy.attention != "auto":
         return policy.attention
@@ -97,7 +97,7 @@ def choose_kernel(
 
     Args:
         device_type: type of the training device, such as "cpu" or "cuda".
-        shared: completions that could share a prompt; None without sharing.
+        shared: completions that could share a prompt, or None without sharing.
     """
     if policy.precision == "float32":
         return Choice("sdpa", "the precision is float32")

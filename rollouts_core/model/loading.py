@@ -248,7 +248,7 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """The model's config.json; None if unreadable. A later load of the model reports the reason."""
+    """The model's config.json, or None if unreadable. A later load of the model reports the reason."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -275,7 +275,7 @@ def check_settings(config: ModelConfig) -> None:
 
 
 def find_unmasked_layers(settings: PreTrainedConfig) -> str:
-    """A kind of layer in the model that passes information between positions despite a mask; "" if there is none."""
+    """A kind of layer in the model that passes information between positions despite a mask, or "" if there is none."""
     kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
     return min(kinds - MASKED_LAYERS, default="")
 
@@ -323,7 +323,7 @@ def check_not_quantized(config: ModelConfig) -> None:
 
 
 def find_positions(config: ModelConfig) -> Positions | None:
-    """The number of positions of the language model at `config.path`; None if its config.json has no limit."""
+    """The number of positions of the language model at `config.path`, or None if its config.json has no limit."""
     if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()

@@ -34,7 +34,7 @@ class LogitTransform:
     scale: float = 1.0
     """Factor by which the products are multiplied."""
     cap: float | None = None
-    """Limit of the logits' absolute values; None if the model has no limit."""
+    """Limit of the logits' absolute values, or None if the model has no limit."""
 
 
 PLAIN_LOGITS = LogitTransform()

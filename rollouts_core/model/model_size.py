@@ -38,17 +38,17 @@ class ModelSize:
     """Shapes and file sizes of a model, found without reading its weights."""
 
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of each tensor by name; empty if unknown."""
+    """Shape of each tensor by name, or empty if unknown."""
     num_file_bytes: int = 0
     """Total size of the weight files, bytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """Content of the model's config.json; empty if there is no such file."""
+    """Content of the model's config.json, or empty if there is no such file."""
     problem: str = ""
-    """Reason why the tensors are unknown; empty if they are known."""
+    """Reason why the tensors are unknown, or empty if they are known."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights after loading; 0 if unknown.
+        """Number of weights after loading, or 0 if unknown.
 
         Files of a model with tied weights may store the embedding a second time as output head. The embedding is
         counted once.

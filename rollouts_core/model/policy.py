@@ -69,10 +69,10 @@ class Policy(nn.Module):
         temperature: divisor of the logits before the softmax: in RL the sampling temperature of the rollouts, in SFT 1.
         with_entropies: also compute the entropy at every scored position.
         with_values: add a value head that predicts returns from hidden states. The head's weights start at 0.
-        autocast_dtype: dtype of matrix products; None uses the dtype of the weights.
+        autocast_dtype: dtype of matrix products, or None to use the dtype of the weights.
         mixes_samples: True if samples in a row affect each other. The policy then refuses packed rows.
-        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
-        start_sample: result of `sample_weights` for the start weights, without adapters; None if not needed.
+        num_tokens: the softmax covers only token ids below this number, or all ids of the model if None.
+        start_sample: result of `sample_weights` for the start weights, without adapters, or None if not needed.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ def score_targets(
     """Score the targets inside the batch's loss mask. The results are 0 at other positions.
 
     Args:
-        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
+        num_tokens: the softmax covers only token ids below this number, or all ids of the model if None.
 
     Raises:
         DataError: a target's token id is not below `num_tokens`.
@@ -310,7 +310,7 @@ def check_targets(batch: TrainBatch, num_tokens: int) -> None:
 def compute_logprobs(
     hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0, num_tokens: int | None = None
 ) -> Tensor:
-    """(B, T) log p(target | previous tokens of the same sample), nats; 0 outside the loss mask."""
+    """(B, T) log p(target | previous tokens of the same sample), nats, or 0 outside the loss mask."""
     return score_targets(hf_model, batch, temperature=temperature, num_tokens=num_tokens).logprobs_BT
 
 
@@ -358,7 +358,7 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask |
 
 
 def find_window(config: PreTrainedConfig) -> int | None:
-    """Number of positions in the sliding window of the model's attention; None if the model has no window.
+    """Number of positions in the sliding window of the model's attention, or None if the model has no window.
 
     A window in config.json is ignored if the model's class ignores it, for example in a Mistral converted to a Llama.
     """

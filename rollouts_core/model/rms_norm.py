@@ -83,7 +83,7 @@ def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _find_replacement(norm: nn.Module) -> RMSNorm | None:
-    """The replacement of `norm`; None if a test shows that `norm` computes another formula."""
+    """The replacement of `norm`, or None if a test shows that `norm` computes another formula."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None or dict(norm.named_children()):
         return None

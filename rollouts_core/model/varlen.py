@@ -44,7 +44,7 @@ UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's `varlen_attn`; None if this version of torch lacks it or its support for sliding windows."""
+    """torch's `varlen_attn`, or None if this version of torch lacks it or its support for sliding windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -152,7 +152,7 @@ def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
-    """Reason why `varlen_attn` cannot train the model on this machine, as a clause; "" if it can."""
+    """Reason why `varlen_attn` cannot train the model on this machine, as a clause, or "" if it can."""
     if find_varlen_attn() is None:
         return f"torch {torch.__version__} has no varlen_attn that supports sliding windows"
     if device_type != "cuda":
@@ -163,7 +163,7 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(model: ModelConfig) -> str:
-    """Reason why `varlen_attn` cannot compute the model's attention, as a clause; "" if it can.
+    """Reason why `varlen_attn` cannot compute the model's attention, as a clause, or "" if it can.
 
     The model's settings do not show every kind of attention. Therefore `why_unfit` also runs the model once without
     values, on torch's meta device.
