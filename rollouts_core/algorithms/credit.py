@@ -40,7 +40,7 @@ class Credit:
     advantages: list[Tensor | float]
     """Per sample: a tensor with one advantage per position, or one advantage for all positions."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """Targets of the value head by sample index. Empty without a value head."""
+    """Targets of the value head by sample index, or empty without a value head."""
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
@@ -111,7 +111,7 @@ def _shape_rewards(
 
 
 def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[int, Tensor]:
-    """Sample index -> each token's penalty for its distance from the reference model. Empty if `kl_coef` is 0."""
+    """Sample index -> each token's penalty for its distance from the reference model, or empty if `kl_coef` is 0."""
     if not shaping.kl_coef:
         return {}
     return {
@@ -121,7 +121,7 @@ def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[i
 
 
 def _trained_tokens(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[Tensor]:
-    """Per sample, the loss mask of each position; an empty list if no configured term needs the masks."""
+    """Per sample, the loss mask of each position, or an empty list if no configured term needs the masks."""
     if not (config.with_values or config.reward_shaping.kl_coef or config.advantage.whiten):
         return []  # building unneeded masks would take most of the time
     leaves_out = config.advantage.unscored == "exclude"

@@ -38,9 +38,9 @@ class TokenScores:
     logprobs_BT: Tensor
     """Log-prob of each target, nats."""
     entropies_BT: Tensor | None = None
-    """Entropy of the policy's distribution at each position, nats. None if the policy does not compute it."""
+    """Entropy of the policy's distribution at each position, nats, or None if the policy does not compute it."""
     values_BT: Tensor | None = None
-    """Return that the value head predicts before the target is sampled. None without a value head."""
+    """Return that the value head predicts before the target is sampled, or None without a value head."""
 
     def to(self, device: torch.device) -> TokenScores:
         return TokenScores(
@@ -56,10 +56,10 @@ limited."""
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics.
 
-The share is a tensor of one element with a gradient. Metrics are numbers or tensors of one element, by name; tensors
-avoid waiting for the GPU. Metrics include `"loss"`, the share, and have the same names in every micro-batch. Over
-the micro-batches of a step, metrics are summed; for names ending in `_max`, the maximum is taken. `call_loss` checks
-these rules."""
+The share is a tensor of one element with a gradient. Metrics by name are numbers or tensors of one element. Metrics as
+tensors avoid waiting for the GPU. Metrics include `"loss"`, the share, and have the same names in every micro-batch.
+A step's metric is the sum over its micro-batches, or the maximum if the name ends in `_max`. `call_loss` checks these
+rules."""
 
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio| before exp, so that outliers do not become infinite."""
@@ -215,7 +215,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        if config.entropy_coef:  # with entropy_coef 0, the product would still cost a backward pass
+        if config.entropy_coef:  # even with the factor 0, the product would cost a backward pass
             per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
@@ -301,8 +301,8 @@ def _clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
-    """(B, T) 0 for tokens with negative advantage in completions whose mean log-prob fell by more than `limit`;
-    otherwise 1.
+    """(B, T) 0 for tokens with negative advantage in completions whose mean log-prob fell by more than `limit`, and 1
+    for other tokens.
 
     Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
     """

@@ -107,7 +107,7 @@ class FSDPTrainingBackend:
 
     Args:
         policy: sharded policy from `create_sharded_policy`, which every rank calls.
-        ranks: connections to the other ranks. The leader calls the backend's methods; other ranks call `follow`.
+        ranks: connections to the other ranks. The leader calls the backend's methods, and other ranks call `follow`.
         reference: frozen and sharded copy of the start policy, for `score(reference=True)`.
         seed: seed of dropout on all ranks except the leader.
     """
@@ -230,7 +230,7 @@ class FSDPTrainingBackend:
         own_metrics: LossMetrics = {}
         try:
             loss, own_metrics = call_loss(self.loss_fn, scores, batch)
-        except Exception as raised:  # noqa: BLE001 - a user's function; `gather_unless_failed` raises the error
+        except Exception as raised:  # noqa: BLE001 - `gather_unless_failed` raises the error of a user's function
             error = raised
         # Exchange errors before the backward pass, in which other ranks would wait for the gradients of a failed rank.
         self.ranks.gather_unless_failed(None, error)
@@ -482,7 +482,7 @@ def create_fsdp_backend(
 
     The other arguments are those of `create_backend`. Only the leader reads the model's weight files.
     """
-    recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader has the settings of less_memory.py
+    recomputes = ranks.begin(policy.activation_checkpointing)  # less_memory.py lowers only the leader's settings
     agreed = policy.model_copy(update={"activation_checkpointing": recomputes})
     seed_everything(seed)
     tokenizer = load_tokenizer(model)

@@ -96,7 +96,7 @@ class ModelFiles:
 
 
 class JAXTrainingBackend:
-    """Trains a model on JAX's default device; implements `TrainingBackend`.
+    """A `TrainingBackend` that trains a model on JAX's default device.
 
     Args:
         weights: the weights by Hugging Face name, and the value head if it is trained. Tied weights appear once.

@@ -138,7 +138,7 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 
 
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
-    """Choose the exit code that best explains the end of a job; negative for a signal.
+    """Choose the exit code that best explains the end of a job. It is negative for a signal.
 
     Code 2 (the user must change something) comes first, then a full GPU, then a signal, because these three often make
     other processes fail. SIGTERM comes last, because torchrun sends it to the remaining processes.

@@ -325,7 +325,7 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
         connection, _ = listener.accept()
         try:
             prove_as_asked(connection, key)
-            connection.settimeout(JOIN_S)  # the leader sends its message when all machines are connected
+            connection.settimeout(JOIN_S)  # the leader sends its first message when all machines are connected
             with connection.makefile("rb") as reader:
                 return connection, json.loads(reader.readline(MAX_LINE_BYTES))
         except (OSError, ProofError, ValueError) as error:
@@ -334,7 +334,7 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Environment variables that make gloo and NCCL use the network interface with this address; else {}.
+    """Environment variables that make gloo and NCCL use the network interface with this address, or {} without one.
 
     By default gloo uses the interface of the machine's hostname, and NCCL chooses an interface by itself.
     """

@@ -78,4 +78,4 @@ def restore_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer
     for key, value in tensors.items():
         name, quantity = key.rsplit("/", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW needs one device
+        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW runs on one device

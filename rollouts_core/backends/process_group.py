@@ -28,7 +28,7 @@ def find_address_towards(host: str, port: int) -> str:
     """Return this machine's address on the route to another host. Raises OSError if there is no route."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing, but chooses the route
+        probe.connect(place)  # `connect` on a UDP socket sends nothing, but chooses the route
         return str(probe.getsockname()[0])
 
 
@@ -63,7 +63,7 @@ def join_store(address: str, port: int, *, size: int) -> TCPStore:
     """Connect to the trainer's store, through which the members of a group find each other.
 
     The connection raises the store's count of members by one, as `torch.distributed.rendezvous` does. A trainer that
-    opened its store with rendezvous waits for `size` members; `join_store` does not wait.
+    opened its store with rendezvous waits for `size` members, but `join_store` does not wait.
 
     Raises:
         RuntimeError: the store is unreachable.
@@ -94,7 +94,7 @@ def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
     """Join an NCCL group of GPUs, and return a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    # With this variable, a new group raises an error if a rank is lost; without it, NCCL would end the process. The
+    # With this variable, a new group raises an error if a rank is lost. Otherwise NCCL would end the process. The
     # variable stays set, because another thread may be creating a group.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -103,7 +103,7 @@ def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
 def begin_broadcast(group: Any, flat: Tensor) -> Any:
     """Begin a broadcast: rank 0 sends the bytes of `flat`, other ranks receive rank 0's bytes into `flat`.
 
-    Returns a handle for `wait_for`. While the caller waits, it must hold no reference to the group; see `let_go`.
+    Returns a handle for `wait_for`. While the caller waits, it must hold no reference to the group (see `let_go`).
     """
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -133,7 +133,7 @@ def let_go(held: list[Any]) -> None:  # Any: see connect_gloo
     """
 
     def end() -> None:
-        with suppress(RuntimeError, AttributeError):  # the group has failed, or never started
+        with suppress(RuntimeError, AttributeError):  # the group failed or never started
             held[0].abort()
         held.clear()
 

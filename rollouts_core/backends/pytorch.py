@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class PyTorchTrainingBackend:
-    """Trains a policy on one device; implements `TrainingBackend`.
+    """A `TrainingBackend` that trains a policy on one device.
 
     Args:
         reference: frozen copy of the start policy, for `score(reference=True)`.
@@ -175,8 +175,8 @@ class PyTorchTrainingBackend:
         return self._steps.take(before_change=self._copied.wait)
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return the weights by Hugging Face name; tied weights appear once. Weights with adapters are merged copies in
-        host memory. Other weights are views of the parameters."""
+        """Return the weights by Hugging Face name, with tied weights only once. Weights with adapters are merged copies
+        in host memory. Other weights are views of the parameters."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:

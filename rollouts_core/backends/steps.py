@@ -149,7 +149,7 @@ class OptimizerSteps:
         """Add the metrics of a micro-batch (None on a rank without rows), before its backward pass.
 
         Raises:
-            NonFiniteError: the loss is not finite. Raised only on the CPU; on other devices the future raises it.
+            NonFiniteError: the loss is not finite. On other devices than the CPU, the future raises the error.
         """
         assert self._taken is None, "call `settle` before the next step"
         step = self._current
@@ -167,7 +167,7 @@ class OptimizerSteps:
             before_change: called before the weights change.
 
         Raises:
-            NonFiniteError: a number is not finite. Raised only on the CPU; on other devices the future raises it.
+            NonFiniteError: a number is not finite. On other devices than the CPU, the future raises the error.
         """
         step, self._current = self._current, Step()
         step.end(self._clip(), float(self.optimizer.param_groups[0]["lr"]))

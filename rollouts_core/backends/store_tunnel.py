@@ -57,7 +57,7 @@ def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[
 
 @contextmanager
 def opened_tunnel(host: str, port: int, key: str) -> Iterator[int]:
-    """Listen at the loopback address, and forward connections to the gate at `host`; yields the listener's port."""
+    """Listen at the loopback address, forward connections to the gate at `host`, and yield the listener's port."""
 
     def accept(connection: socket.socket) -> None:
         _start(lambda each: _relay(each, (host, port), key), connection)

@@ -132,8 +132,7 @@ class EngineSpec:
     adapter_ranks: tuple[int, ...] = ()
     """Values to pass as the engine's highest adapter rank, or empty if the engine has no argument for this rank."""
     adapts_on_cpu: bool = True
-    """Whether the engine takes adapters on a machine without a GPU; if False, the engine gets merged weights on such a
-    machine."""
+    """Whether the engine takes adapters on a machine without a GPU, or gets merged weights on such a machine."""
     adapted_architectures: tuple[str, ...] = ()
     """Architectures whose adapters the engine is known to take for all layers, or empty for all architectures."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollouts_core.backends.protocol import TrainingBackend
 
 PROMPT_TOKENS = list(range(2, 10))
-"""Token ids of the canary's prompt. Every model has these ids; the text does not matter."""
+"""Token ids of the canary's prompt. Every model has these ids, and their text does not matter."""
 NUM_COMPLETIONS = 4
 NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
 """Number of tokens of each completion, which is 16."""

@@ -93,7 +93,7 @@ def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSO
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether vLLM uses the token embedding as the model's output head; False for a model without a head."""
+    """Whether vLLM uses the token embedding as the model's output head. False for a model without a head."""
     from rollouts_core.model.loading import find_settings  # imports transformers
 
     said = read_config(directory)
@@ -105,7 +105,7 @@ def is_tied(directory: Path) -> bool:
 
 
 def can_be_untied(directory: Path) -> bool:
-    """Whether a separate head can be written for a model; False if its embedding is not called `EMBEDDING`."""
+    """Whether a separate head can be written for a model: its embedding must be called `EMBEDDING`."""
     names = read_folder(directory).tensors
     return not names or HEAD in names or EMBEDDING in names  # a later load reports unreadable files
 

@@ -80,7 +80,7 @@ async def started_engines(
     """A pool of engines with the weights of a checkpoint: one engine per set of GPUs, or one engine on a CPU.
 
     Args:
-        directory: run directory of the job; gets the engines' logs, `engine-0.txt` and so on.
+        directory: run directory of the job, in which the engines' logs are written: `engine-0.txt` and so on.
         max_tokens: highest number of tokens of a prompt with its completion.
 
     Raises:
@@ -209,7 +209,7 @@ def explain_end(child: ChildEngine) -> ConfigError | EngineError:
 
 
 def last_lines(child: ChildEngine, number: int = 0) -> list[str]:
-    """The last lines that the engine printed; a count of 0 gives all lines within `TAIL_BYTES`."""
+    """The last `number` lines that the engine printed, or all lines within `TAIL_BYTES` if `number` is 0."""
     with child.log.open("rb") as log:
         log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))
         return log.read().decode(errors="replace").splitlines()[-number:]

@@ -78,7 +78,7 @@ def find_left_behind(inodes: set[int], began: float) -> list[Path]:
     """The files in shared memory with the inodes `inodes` that the engine created.
 
     Args:
-        began: a time before the engine's start; older files belong to other programs.
+        began: a time before the engine's start. Files that are older belong to other programs.
     """
     found = []
     for path in SHARED_MEMORY.iterdir():

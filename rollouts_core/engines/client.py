@@ -43,7 +43,7 @@ class EngineClient(ClosedOnExit):
             servers compile kernels then.
         model_dir: the model that the server must serve. Token ids and shapes are checked against this model. The
             model's settings name the tokens that end completions, besides a request's stop tokens.
-        api_key: sent with every request as `Authorization: Bearer KEY`; if empty, no key is sent.
+        api_key: sent with every request as `Authorization: Bearer KEY`, unless it is empty.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EngineClient(ClosedOnExit):
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
-            canary: verifies tensors without comparable checksums; by default a forward pass of the published model.
+            canary: verifies tensors without comparable checksums. The default is a forward pass of the published model.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.

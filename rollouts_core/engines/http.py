@@ -152,7 +152,7 @@ def _open_socket(address: AddrInfoType) -> socket.socket:
 
 
 def read_logprob(value: float | None) -> float:
-    """A log-prob as a number; null stands for NaN, which JSON does not have."""
+    """A log-prob as a number. Servers write null for NaN, which JSON does not have."""
     return math.nan if value is None else float(value)
 
 

@@ -69,7 +69,7 @@ class InFlightEngine:
 
     Args:
         in_flight: how running requests end or continue when new weights arrive.
-        finish_timeout_s: how long to wait until running requests end or pause; the time limit of a request.
+        finish_timeout_s: how long to wait until running requests end or pause. Give the time limit of a request.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     controls the server.
 
     Args:
-        api_key: key that every request must have; may be empty only for a loopback address.
+        api_key: key that every request must have. It may be empty only for a loopback address.
 
     Raises:
         ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or `check_host`
@@ -123,8 +123,7 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
 
 
 def _without_unknown_adapters(job: ServeJob, model_dir: Path) -> ServeJob:
-    """The job without adapters, if the engine may fail to start with adapters of this model; otherwise the job
-    itself."""
+    """The job without adapters, if the engine may fail to start with adapters of this model, or else the job itself."""
     known = job.engine.spec.adapted_architectures
     if not job.adapter_rank or not known or (read_config(model_dir).get("architectures") or ["?"])[0] in known:
         return job

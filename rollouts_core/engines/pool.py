@@ -261,7 +261,7 @@ class EnginePool(ClosedOnExit):
         )
 
     async def _tell_all(self, tell: Callable[[InterruptibleEngine], Awaitable[None]]) -> None:
-        """Send a command to every engine in use; unreachable engines are skipped."""
+        """Send a command to every engine in use, and skip unreachable engines."""
 
         async def tell_one(member: Member) -> None:
             with suppress(EngineUnavailableError):  # failing requests will quarantine this engine
@@ -325,7 +325,7 @@ class EnginePool(ClosedOnExit):
 
     async def _bring_to(self, member: Member, published: Published | None) -> None:
         """Load a version into a quarantined engine, and use the engine again if the version is still current."""
-        if member.is_paused:  # the engine was quarantined before it could be told to resume
+        if member.is_paused:  # the quarantined engine did not get the command to resume
             member.is_paused = False
             with suppress(EngineError):  # the engine's client repeats the command
                 await member.engine.resume()

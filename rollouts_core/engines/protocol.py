@@ -51,7 +51,7 @@ class InferenceEngine(Protocol):
 
         Args:
             weights: a directory, segments that the engine can map, weights to send, or adapters in a folder.
-            canary: verifies tensors without comparable checksums; by default a forward pass of the directory's model.
+            canary: verifies tensors without comparable checksums. The default is a forward pass of the published model.
         """
         ...
 

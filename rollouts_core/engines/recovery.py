@@ -80,7 +80,7 @@ class RecoveringEngine:
         self._is_proven = True
         """Whether the served weights are verified. False during a load, and after a failed load."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
-        """Verified versions in the order in which the server had them; the current version is last."""
+        """Verified versions in the order in which the server had them, up to the current version."""
         self.is_paused = False
         """Whether the server is paused. A paused server answers no request for completions."""
         self._is_left_paused = False
@@ -336,7 +336,7 @@ class RecoveringEngine:
         )
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
-        """The verified versions from the version `served` on; all versions if no weights were loaded yet."""
+        """The verified versions from the version `served` on, or all versions if no weights were loaded yet."""
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:

@@ -73,7 +73,7 @@ class RoundingWatch:
 
 
 def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
-    """The warning if a training's last publication rounded much of the update away; otherwise empty.
+    """The warning if a training's last publication rounded much of the update away, or empty.
 
     Args:
         lines: the metrics of the training's steps.

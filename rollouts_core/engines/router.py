@@ -49,7 +49,7 @@ class SGLangRouter(ClosedOnExit):
 
     Args:
         request_timeout_s: time limit of a request.
-        api_key: the API key of the router and of its engines; if empty, no key is sent.
+        api_key: the API key of the router and of its engines, or empty to send no key.
     """
 
     def __init__(self, url: str, *, request_timeout_s: float = 600.0, api_key: str = "") -> None:
@@ -153,7 +153,7 @@ class RoutedPool(ClosedOnExit):
     Args:
         pool: a pool of the same engines. The pool delivers weights, and is used when the router does not answer.
         engines: the engines behind the router.
-        revive: called when the router did not answer; restarts the router if this process owns the router.
+        revive: called when the router did not answer. It restarts the router if this process owns the router.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class RoutedPool(ClosedOnExit):
         """Names of the engines that the router was last told to use, or None if unknown."""
         self._telling = anyio.Lock()
         self._versions: list[str] = []
-        """Loaded and verified versions; the current version is last."""
+        """Loaded and verified versions, up to the current version."""
         pool.on_quarantine = self._leave_out
 
     @property
@@ -276,7 +276,7 @@ class RoutedPool(ClosedOnExit):
         self._versions = [*self._versions, version][-MAX_SPANNED_VERSIONS:]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the router and every engine answer; engines that do not answer in time are quarantined.
+        """Return when the router and every engine answer. Engines that do not answer in time are quarantined.
 
         Raises:
             EngineUnavailableError: the router, or every engine, did not answer before the deadline.

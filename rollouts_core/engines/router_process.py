@@ -1,4 +1,4 @@
-"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead router is
+"""Run SGLang's router as a child process of the training job. The router starts without engines. If it dies, it is
 restarted.
 
 started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again

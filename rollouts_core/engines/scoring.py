@@ -84,8 +84,8 @@ def read_scored_tokens(
 
     Args:
         logprobs: for each position, the log-prob of the request's token.
-        top: for each position, log-probs of at least the most likely tokens; ignored if `num_top` is 0.
-        named: for each position, log-probs of at least the request's `token_ids`; ignored if `token_ids` is empty.
+        top: for each position, log-probs of at least the most likely tokens, ignored if `num_top` is 0.
+        named: for each position, log-probs of at least the request's `token_ids`, ignored if there are none.
 
     Raises:
         EngineAnswerError: log-probs are missing.

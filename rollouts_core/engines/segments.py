@@ -128,7 +128,8 @@ class SegmentStore:
         folder: Path | None = None,
         keeps_others: bool = False,
     ) -> SegmentedWeights:
-        """Publish a new version. Changed tensors are written to a new segment; other tensors stay in their segments.
+        """Publish a new version. Changed tensors are written to a new segment, and other tensors stay in their
+        segments.
 
         Args:
             weights: tensors by name, which must not change before the version's digests are computed.

@@ -24,8 +24,8 @@ from rollouts_core.engines.segments import is_same
 SentBy = Literal["gloo", "nccl", "tensors"]
 """The values of `rollout.engine.weight_transfer` with which weights are sent."""
 BUCKET_BYTES = 512 * 2**20
-"""Size of a bucket of tensors, bytes; a larger tensor is sent alone. Trainer and engine each hold one bucket besides
-the weights."""
+"""Size of a bucket of tensors, bytes. A tensor above this size is sent alone. Trainer and engine each hold one bucket
+besides the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

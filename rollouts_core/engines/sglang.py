@@ -59,7 +59,7 @@ class SGLangEngine(EngineClient):
     """The sender of weights, or None before the first weights were sent."""
 
     async def segment_access(self) -> SegmentAccess:
-        """Full access for an embedded engine on this machine; no access for SGLang, or for a server that does not
+        """Full access for an embedded engine on this machine, and no access for SGLang or a server that does not
         answer."""
         if self._segment_access is None:
             try:
@@ -194,11 +194,9 @@ class SGLangEngine(EngineClient):
         return {*versions} <= {adapter, self._adapters.current}
 
     async def weight_version(self) -> str:
-        """The version that the server reports."""
         return str((await self._model_info())["weight_version"])
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_info()).get("model_path", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
@@ -218,9 +216,7 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the served weights, use the adapters from now on, and set the version.
-
-        If loading fails, the server continues to serve the earlier adapters.
+        """See `EngineClient`.
 
         Raises:
             WeightSyncError: the server reports another version.
@@ -234,7 +230,6 @@ class SGLangEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -269,7 +264,6 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         if self._sender is not None:
             await self._sender.aclose()
         await super().aclose()

@@ -62,11 +62,11 @@ MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The sleep level at which vLLM keeps no copy of the weights in host memory, because vLLM gets new weights anyway."""
 ADAPTED_LAYER = ".base_layer."
-"""vLLM inserts this into the names of weights that adapters may change."""
+"""Text that vLLM inserts into the names of weights that adapters may change."""
 MAX_BIASES = 1024
 """Largest number of biases per request. More biases fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS,
-vllm/v1/worker/gpu/sample/logit_bias.py); the older runner has no limit. Beyond this number no bias is sent, and each
-sample with an excluded token is invalid."""
+vllm/v1/worker/gpu/sample/logit_bias.py); vLLM's older runner has no limit. For more biases, this client sends none, and
+each sample with an excluded token is invalid."""
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default limit of `prompt_logprobs`, which --max-logprobs changes."""
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -153,8 +153,8 @@ class VLLMEngine(EngineClient):
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Request completions once, with whichever weights the server has.
 
-        vLLM's answers carry no weight version. The version is therefore requested before and after the calls; if it
-        changed, the completions get an unknown version.
+        vLLM's answers carry no weight version. The version is therefore requested before and after the calls.
+        Completions during which the version changed get an unknown version.
         """
         # Each completion is a separate call, because vLLM takes one seed per call.
         answers, version = await self._sample_all(
@@ -223,7 +223,6 @@ class VLLMEngine(EngineClient):
             raise await self._adapters.explain(error, body.get("model", "")) from error
 
     async def weight_version(self) -> str:
-        """The version that the server reports."""
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def _version_in_turn(self) -> str:
@@ -232,7 +231,6 @@ class VLLMEngine(EngineClient):
             return await self.weight_version()
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_config()).get("model", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
@@ -250,9 +248,7 @@ class VLLMEngine(EngineClient):
         return await self._held_tensors(version)
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the served weights, use the adapters from now on, and set the version.
-
-        If loading fails, the server continues to serve the earlier adapters.
+        """See `EngineClient`.
 
         Raises:
             WeightSyncError: the server reports another version.
@@ -265,7 +261,6 @@ class VLLMEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
@@ -295,7 +290,6 @@ class VLLMEngine(EngineClient):
         return await self._held_tensors(version)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         if self._sender is not None:
             await self._sender.aclose()
         await super().aclose()

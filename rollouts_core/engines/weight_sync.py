@@ -98,7 +98,7 @@ class PublishTarget:
     """The place and the names of the weight versions that a run publishes."""
 
     weights_dir: Path
-    """Directory that holds one directory per version, or segments and config.json; every engine can read it."""
+    """Directory, readable by every engine, that holds one directory per version, or segments and config.json."""
     model_config: Path
     """The config.json that goes with the weights."""
     prefix: str
@@ -137,7 +137,7 @@ async def sync_weights_to_engines(
     Args:
         checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
         version: the engines' name for these weights, which must be unique. The default for a directory is its name with
-            the digest of its tensors; segments and sent weights have their own versions.
+            the digest of its tensors. Segments and sent weights have their own versions.
         canary: verifies tensors without comparable checksums. By default, a forward pass of the checkpoint's model does
             this.
         timeout_s: time limit for each engine, to which the time to finish running requests is added. A slower engine
@@ -296,10 +296,10 @@ async def _adapters_to_publish(
     *,
     access: SegmentAccess,
 ) -> dict[str, Tensor]:
-    """The adapters, if they are sent to the engines as adapters; otherwise empty.
+    """The adapters, or empty if the engines get merged weights.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
+        held: tensors of an earlier version to publish instead of the backend's weights, or empty.
     """
     own = held or await adapters_of(backend).result()
     adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
@@ -307,7 +307,7 @@ async def _adapters_to_publish(
         return {}
     form = await common_form(engines, largest_rank(adapters))
     if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
-        form = ""  # a directory has merged weights
+        form = ""  # a directory always has merged weights
     if form == "folder" and target.transfer != "auto":
         form = ""  # the engine is perhaps unable to read the trainer's files
     target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
@@ -325,7 +325,7 @@ async def _weights_to_publish(
     """All weights, with merged adapters.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
+        held: tensors of an earlier version to publish instead of the backend's weights, or empty.
     """
     if any(map(is_adapter, held)):
         base = await base_weights_of(backend).result()
@@ -356,7 +356,7 @@ def write_newest_version(target: PublishTarget) -> Path | None:
     keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
-    if isinstance(weights, AdaptedWeights):  # the engine reads the folder of adapters
+    if isinstance(weights, AdaptedWeights):  # the engine reads `directory`, the folder of adapters
         directory = directory.with_name(f"{directory.name}{OF_CHECKPOINT}")
     if weights is None:
         return None

@@ -84,6 +84,6 @@ def is_converted(settings: LoraConfig, hf_model: PreTrainedModel) -> bool:
         conversion.convert_peft_config_for_transformers(
             converted, model=hf_model, conversions=conversion.get_model_conversion_mapping(hf_model)
         )
-    except ValueError:  # only some of the layers that PEFT would fuse have adapters
+    except ValueError:  # PEFT would fuse layers of which only some have adapters
         return True
     return set(converted.target_modules or ()) != set(settings.target_modules or ())

@@ -330,7 +330,7 @@ def find_positions(config: ModelConfig) -> Positions | None:
     # this setting belongs to a table of positions, which even some models with rotary positions have
     if isinstance(num := values.get("n_positions"), int):
         return Positions(num, are_all=True)
-    if settings.model_type == "mpt":  # MPT limits the positions of its ALiBi; other models do not
+    if settings.model_type == "mpt":  # unlike other models, MPT limits the positions of its ALiBi
         return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
@@ -338,7 +338,7 @@ def find_positions(config: ModelConfig) -> Positions | None:
 
 
 def find_rotation_limit(config: ModelConfig) -> int | None:
-    """Highest position for which a model with LongRoPE uses its short factors. None for models without LongRoPE.
+    """Highest position for which a model with LongRoPE uses its short factors, or None for models without LongRoPE.
 
     transformers uses the long factors for all rows of a batch as soon as one position is beyond this limit.
     """

@@ -172,7 +172,7 @@ def _piece_of_logits(
 
 
 def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
-    """Derivative of the logit transform, computed from the logits after the temperature. None if it is always 1."""
+    """Derivative of the logit transform, computed from the logits after the temperature, or None if it is always 1."""
     if transform.cap is not None:
         # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
         return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)

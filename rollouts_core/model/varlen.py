@@ -192,9 +192,8 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 
 
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
-    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause.
-
-    "" if a kernel with bounds can.
+    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause,
+    or "" if a kernel with bounds can.
     """
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
