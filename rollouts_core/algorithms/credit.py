@@ -58,7 +58,7 @@ def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> 
 def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShapingConfig) -> float:
     """Subtract the penalty for a response close to the length limit.
 
-    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; without the cap as in verl.
+    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; the variant without the cap is from verl.
     """
     if not shaping.overlong_buffer_tokens:
         return reward

@@ -92,7 +92,8 @@ def describe_mismatch(
 
 
 def _high_quantile(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """Scalar: the `HIGH_QUANTILE` quantile of the values at trained tokens. Computed without waiting for the GPU."""
+    """Scalar: the `HIGH_QUANTILE` quantile of the values at trained tokens. The computation does not wait for the
+    GPU."""
     is_trained_BT = batch.loss_mask_BT > 0
     rising = torch.where(is_trained_BT, values_BT, -1.0).flatten().sort().values
     num_above = (is_trained_BT.sum() * (1 - HIGH_QUANTILE)).long()

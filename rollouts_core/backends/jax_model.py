@@ -56,7 +56,8 @@ class ModelSettings:
     num_tokens: int | None = None
     """The softmax includes only token ids below this number, or all token ids of the model if None."""
     untrained_input_id: int | None = None
-    """Id of the padding token in config.json. As in transformers, its input embedding gets no gradient."""
+    """Id of the padding token in config.json. As in transformers, the input embedding of this token gets no
+    gradient."""
 
 
 class PaddedBatch(NamedTuple):

@@ -27,7 +27,7 @@ class ProofError(Exception):
 
 
 def prove_as_asking(connection: socket.socket, key: str) -> None:
-    """Run the client's side of the handshake: verify the server's proof, then prove to know the key.
+    """Run the client's side of the handshake: verify the server's proof, then prove knowledge of the key.
 
     Raises:
         ProofError: the server gave no valid proof.
@@ -42,7 +42,7 @@ def prove_as_asking(connection: socket.socket, key: str) -> None:
 
 
 def prove_as_asked(connection: socket.socket, key: str) -> None:
-    """Run the server's side of the handshake: prove to know the key, then verify the client's proof.
+    """Run the server's side of the handshake: prove knowledge of the key, then verify the client's proof.
 
     Raises:
         ProofError: the client gave no valid proof.

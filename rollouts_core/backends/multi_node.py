@@ -320,7 +320,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept connections until a client proves to know the key, and return its connection and its first message."""
+    """Accept connections until a client proves knowledge of the key. Return its connection and its first message."""
     while True:
         connection, _ = listener.accept()
         try:

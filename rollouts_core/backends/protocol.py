@@ -161,8 +161,7 @@ class TrainingBackend(Protocol):
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, update the weights, and advance the schedule, and return gradient norm and learning
-        rate."""
+        """Clip the gradient, update the weights, advance the schedule, and return gradient norm and learning rate."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:

@@ -77,7 +77,7 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
     Args:
         source: the leader's module with values, or None on other ranks.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules still share parameters
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # lets modules share the new parameter as they shared the old one
     for owner_name, owner in module.named_modules():
         values = _own_tensors(source.get_submodule(owner_name)) if source else {}
         for name, parameter in list(owner.named_parameters(recurse=False)):

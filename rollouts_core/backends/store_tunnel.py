@@ -19,7 +19,8 @@ from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, pro
 
 LOOPBACK = "127.0.0.1"
 MAX_UNPROVEN = 32
-"""Highest number of connections that have not proved the key yet. Further connections are closed at once."""
+"""Highest number of connections whose client has not proved knowledge of the key yet. Further connections are
+closed."""
 CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
@@ -102,7 +103,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
     """Connect to `target`, and copy bytes in both directions until one of the two connections ends.
 
     Args:
-        key: key that this function proves to know to the target first. If empty, the target needs no proof.
+        key: key whose knowledge is first proved to the target. If empty, the target needs no proof.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)

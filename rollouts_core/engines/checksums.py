@@ -263,7 +263,7 @@ def _link(link: Path, file: Path) -> None:
 
 
 def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:
-    """The tensors, with parts joined to each projection in `FUSED` that the server stores as one matrix."""
+    """Join the parts of each projection in `FUSED` that the server stores as one matrix, and return all tensors."""
     joined = dict(tensors)
     for name in served:
         for whole, parts in FUSED.items():

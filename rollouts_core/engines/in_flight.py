@@ -96,7 +96,7 @@ class InFlightEngine:
         """Completions in the order of the requests. Waits while weights are being loaded.
 
         Raises:
-            EngineError: the engine raised it.
+            EngineError: raised by the engine.
         """
         while True:
             while not self._opened.is_set():
@@ -129,7 +129,7 @@ class InFlightEngine:
         """Load published weights after the running requests have ended or paused.
 
         Raises:
-            WeightSyncError, EngineUnavailableError: what the engine raised.
+            WeightSyncError, EngineUnavailableError: raised by the engine.
         """
         if self._opened.is_set():  # a new event would leave the calls that wait since `release_memory` waiting for ever
             self._opened = anyio.Event()
@@ -156,7 +156,7 @@ class InFlightEngine:
         With `in_flight` = "continue" requests are aborted here, because paused requests would need their cache.
 
         Raises:
-            EngineError: what the engine raised.
+            EngineError: raised by the engine.
         """
         self._opened = anyio.Event()
         async with self._idling(is_aborting=self._aborts):

@@ -319,7 +319,7 @@ class VLLMEngine(EngineClient):
             # If the update fails halfway, later completions must not count as completions of the old version.
             await self._set_version(f"{version}, loading")
             yield
-            await self._call_development("POST", "/reset_prefix_cache")  # its entries come from the old weights
+            await self._call_development("POST", "/reset_prefix_cache")  # cached keys and values come from old weights
             await self._set_version(version)
         finally:
             await self.resume()

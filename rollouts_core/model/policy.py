@@ -58,8 +58,8 @@ KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
 """Relative change of hidden states above which samples in a row are considered to affect each other.
 
-The first value is for float32. The second value is for bfloat16, whose coarser rounding can also make a router select
-other experts."""
+`MIXED_SHARE` is for float32. `ROUNDED_MIXED_SHARE` is for bfloat16, whose coarser rounding can also make a router
+select other experts."""
 
 
 class Policy(nn.Module):

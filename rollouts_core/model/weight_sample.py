@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLED = 4096
-"""Number of sampled elements per tensor, at fixed random positions. Smaller tensors are used completely.
+"""Number of sampled elements per tensor, at fixed random positions. Smaller tensors are sampled completely.
 
 The sampling error of `Arrival.arrived` is below 0.01 for models with at least 10 million weights."""
 FEW_ARRIVED = 0.9
