@@ -28,7 +28,8 @@ def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "
     """The advantages of one group's rewards.
 
     Args:
-        config: settings, or only the name of an estimator. An estimator over the batch treats the group as the batch.
+        config: settings, or only the name of an estimator. An estimator over the batch treats this one group as the
+            whole batch.
 
     Raises:
         ValueError: a reward is infinite, or is NaN and the settings do not exclude samples without a reward.
@@ -42,7 +43,8 @@ def batch_advantages(
 ) -> list[list[float]]:
     """The advantages of all groups in a batch, in the shape of `groups`.
 
-    If all rewards to compare are equal, the advantages are exactly 0, except with the estimator `constant`.
+    If all rewards that an estimator compares are equal, their advantages are exactly 0. Exceptions are the estimator
+    `constant`, and `singleton = "reward"` for groups of one sample.
 
     Args:
         groups: the rewards of each group.
@@ -117,8 +119,8 @@ def gae_advantages(
 
     delta_t = r_t + gamma * v_{t+1} - v_t;  A_t = delta_t + gamma * lambda * A_{t+1};  return_t = A_t + v_t
 
-    Tokens of an environment's reply are left out of both lists. The token before a reply is therefore followed by the
-    first sampled token after it.
+    The caller leaves tokens of an environment's reply out of both lists. In the formula, t + 1 is therefore the next
+    sampled token, even if a reply comes between.
 
     Args:
         rewards: reward of each sampled token.
@@ -138,11 +140,11 @@ def gae_advantages(
 
 
 def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
-    """Shift and scale `values` to mean 0 and standard deviation 1 under `weights`. Values of weight 0 are transformed
-    too.
+    """Shift and scale `values` to mean 0 and standard deviation 1 under `weights`. Values of weight 0 are shifted and
+    scaled too.
 
     Args:
-        weights: number of tokens that have this value.
+        weights: number of tokens that have each value.
         std: "sample" divides the sum of squares by (sum of weights - 1), "population" by the sum of weights.
     """
     total = math.fsum(weights)
@@ -163,12 +165,12 @@ GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "leave_one_out_std": leave_one_out_std,
     "max_rl": max_rl,
 }
-"""Estimators over one group. They are called with at least two rewards that are not all equal."""
+"""Estimators over one group. The caller gives each at least two rewards that are not all equal."""
 
 
 def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
     if len(rewards) == 1 and config.singleton == "reward":
-        # Systems that use the reward itself for a group of one sample set mean 0 and deviation 1 for such a group.
+        # Systems in which the advantage of a single sample is its reward compute it with mean 0 and deviation 1.
         return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
     if not rewards or max(rewards) == min(rewards):
         # exactly 0, because rounding errors divided by a tiny deviation would look like a signal
@@ -195,7 +197,7 @@ def _fill_unscored(rewards: Sequence[float], advantages: Sequence[float]) -> lis
 
 
 def _deviation(rewards: Sequence[float], std: str) -> float:
-    """The standard deviation of the rewards; 0 for fewer than two rewards."""
+    """The standard deviation of the rewards, or 0 for fewer than two rewards."""
     if len(rewards) < 2:
         return 0.0
     return statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)

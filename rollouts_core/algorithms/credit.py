@@ -40,7 +40,7 @@ class Credit:
     advantages: list[Tensor | float]
     """Per sample: a tensor with one advantage per position, or one advantage for all positions."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """Targets of the value head by sample index. Empty without a value head."""
+    """Targets of the value head by sample index, or empty without a value head."""
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
@@ -58,7 +58,7 @@ def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> 
 def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShapingConfig) -> float:
     """Subtract the penalty for a response close to the length limit.
 
-    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; without the cap as in verl.
+    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; the variant without the cap is from verl.
     """
     if not shaping.overlong_buffer_tokens:
         return reward
@@ -73,7 +73,7 @@ def assign_credit(
     """Compute the advantages of every sample, and the returns if there is a value head.
 
     Args:
-        samples: the samples before `trained_samples`, because their loss masks count the sampled tokens.
+        samples: samples before `trained_samples` changes their loss masks, which count the sampled tokens here.
         rewards: one reward per sample.
         scores: log-probs and values before the first update.
     """
@@ -111,7 +111,7 @@ def _shape_rewards(
 
 
 def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[int, Tensor]:
-    """Sample index -> each token's penalty for its distance from the reference model. Empty if `kl_coef` is 0."""
+    """Sample index -> each token's penalty for its distance from the reference model, or empty if `kl_coef` is 0."""
     if not shaping.kl_coef:
         return {}
     return {
@@ -121,9 +121,9 @@ def _kl_penalties(scores: RolloutScores, shaping: RewardShapingConfig) -> dict[i
 
 
 def _trained_tokens(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[Tensor]:
-    """Per sample, the loss mask of each position. Empty if no later computation needs the masks."""
+    """Per sample, the loss mask of each position, or an empty list if no configured term needs the masks."""
     if not (config.with_values or config.reward_shaping.kl_coef or config.advantage.whiten):
-        return []  # not needed, and building the masks would take most of the time
+        return []  # building unneeded masks would take most of the time
     leaves_out = config.advantage.unscored == "exclude"
     return [
         torch.tensor(sample.loss_mask[1:]) * (not (leaves_out and math.isnan(reward)))

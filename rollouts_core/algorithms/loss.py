@@ -1,7 +1,7 @@
 """Loss functions: from the log-probs of the targets and the batch to the loss of a micro-batch.
 
 Losses are divided by totals of the whole step, so the losses of a step's micro-batches add up to the step's mean loss.
-Metrics add up in the same way.
+Metrics of micro-batches add up to means of the step.
 
 B rows of a micro-batch, T token positions, V vocabulary.
 """
@@ -33,14 +33,14 @@ LossMetrics = Mapping[str, float | Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """The policy's results for the target of each position; 0 at positions outside the loss mask."""
+    """The policy's results for the target of each position, or 0 at positions outside the loss mask."""
 
     logprobs_BT: Tensor
     """Log-prob of each target, nats."""
     entropies_BT: Tensor | None = None
-    """Entropy of the policy's distribution at each position, nats. None if the policy does not compute it."""
+    """Entropy of the policy's distribution at each position, nats, or None if the policy does not compute it."""
     values_BT: Tensor | None = None
-    """Return that the value head predicts before the target is sampled. None without a value head."""
+    """Return that the value head predicts before the target is sampled, or None without a value head."""
 
     def to(self, device: torch.device) -> TokenScores:
         return TokenScores(
@@ -56,13 +56,13 @@ limited."""
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics.
 
-The share is a tensor of one element with a gradient. Metrics are numbers or tensors of one element, by name; tensors
-avoid waiting for the GPU. Metrics include `"loss"`, the share, and have the same names in every micro-batch. Over
-the micro-batches of a step, metrics are summed; for names ending in `_max`, the maximum is taken. `call_loss` checks
-these rules."""
+The share is a tensor of one element with a gradient. Metrics by name are numbers or tensors of one element. Metrics as
+tensors avoid waiting for the GPU. Metrics include `"loss"`, the share, and have the same names in every micro-batch.
+A step's metric is the sum over its micro-batches, or the maximum if the name ends in `_max`. `call_loss` checks these
+rules."""
 
 MAX_LOG_RATIO = 20.0
-"""Limit of |log ratio| before exp. An outlier then gives a large number instead of infinity."""
+"""Limit of |log ratio| before exp, so that outliers do not become infinite."""
 
 
 def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
@@ -144,8 +144,8 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
     """The RL loss function with the settings `config`.
 
     Args:
-        loss_fn: name of a user's function that replaces `policy_loss`. If it has a parameter `config`, it gets the
-            settings.
+        loss_fn: name of a user's function that replaces `policy_loss`. If the function has a parameter `config`, it
+            gets the settings.
 
     Raises:
         ConfigError: the user's function does not exist.
@@ -215,7 +215,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        if config.entropy_coef:  # with entropy_coef 0, the product would still cost a backward pass
+        if config.entropy_coef:  # even with the factor 0, the product would cost a backward pass
             per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
@@ -301,8 +301,8 @@ def _clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
-    """(B, T) 0 for tokens with negative advantage in completions whose mean log-prob fell by more than `limit`;
-    otherwise 1.
+    """(B, T) 0 for tokens with negative advantage in completions whose mean log-prob fell by more than `limit`, and 1
+    for other tokens.
 
     Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
     """
@@ -352,7 +352,7 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
     The larger of two errors counts: the error of the prediction, and the error of the prediction after clipping it to
     at most `value_clip` from the old prediction.
 
-    Source: arXiv:1811.02553 sec. 3; verl, OpenRLHF and SkyRL do the same.
+    Source: arXiv:1811.02553 sec. 3; as in verl, OpenRLHF and SkyRL.
     """
     assert batch.returns_BT is not None and batch.old_values_BT is not None, (
         "a value loss needs returns_BT and old_values_BT"

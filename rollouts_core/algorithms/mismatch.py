@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from rollouts_core.config import MismatchConfig
 
 MAX_LOG_WEIGHT = 20.0
-"""Limit of |log w| before exp. An outlier then gives a large number instead of infinity."""
+"""Limit of |log w| before exp, so that outliers do not become infinite."""
 LARGE_GAP_NATS = 0.1
-"""A larger |log w| counts as a large gap, nats. Different number formats explain only a tenth of this."""
+"""A |log w| above this counts as a large gap, nats. Different number formats cause only a tenth of this gap."""
 HIGH_QUANTILE = 0.99
 
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max", "mismatch_mean", "mismatch_p99_max", "mismatch_beyond_share")
 """Metrics of every update that compare engine and trainer.
 
-In the second and later updates of a step, they are valid only if the trainer's log-probs before the first update are
-known."""
+In the second and later updates of a step, these metrics are valid only if the trainer's log-probs before the first
+update are known."""
 ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
 """Metrics that need the engine's log-probs."""
 
@@ -40,7 +40,7 @@ def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchC
     """(B, T) factors for the tokens' policy loss: 1 if no correction is configured, 0 for masked tokens.
 
     Args:
-        log_weight_BT: log w of each token; 0 at untrained tokens.
+        log_weight_BT: log w of each token, or 0 at untrained tokens.
 
     Source: truncated importance sampling fengyao.notion.site/off-policy-rl; IcePop arXiv:2510.18855; sequence masks
     yingru.notion.site (When Speed Kills Stability).
@@ -72,7 +72,7 @@ def describe_mismatch(
     of tokens whose factor was moved to a limit.
 
     Args:
-        log_weight_BT: log w of each token; 0 at untrained tokens.
+        log_weight_BT: log w of each token, or 0 at untrained tokens.
         weights_BT: the result of `mismatch_weights`.
     """
     limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
@@ -92,7 +92,8 @@ def describe_mismatch(
 
 
 def _high_quantile(values_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """Scalar: the `HIGH_QUANTILE` quantile of the values at trained tokens. Computed without waiting for the GPU."""
+    """Scalar: the `HIGH_QUANTILE` quantile of the values at trained tokens. The computation does not wait for the
+    GPU."""
     is_trained_BT = batch.loss_mask_BT > 0
     rising = torch.where(is_trained_BT, values_BT, -1.0).flatten().sort().values
     num_above = (is_trained_BT.sum() * (1 - HIGH_QUANTILE)).long()

@@ -1,8 +1,8 @@
 """The objectives of RL: for each, its loss function and the properties that settings and checks need.
 
 To add an objective, write a function like those in `algorithms/loss.py` and add an entry here, or provide an
-`Objective` in an installed package (`plugins.py`). No other file may compare an objective's name. This file does not
-import torch.
+`Objective` in an installed package (`plugins.py`). No other file may test for an objective by its name. This file does
+not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Objective:
     loss: str
     """Name `package.module:function` of the loss function, called with (logprobs_BT, log_ratio_BT, batch, config).
 
-    It returns two (B, T) tensors: each token's loss, and whether the token's gradient was limited."""
+    The function returns two (B, T) tensors: each token's loss, and whether the token's gradient was limited."""
     help: str
     """Description of the objective in the setting's help text."""
     has_ratio: bool
@@ -32,7 +32,7 @@ class Objective:
     is_capped: bool = False
     """True if the objective reads `dual_clip`."""
     needs_rollout_logprobs: bool = False
-    """True if the objective reads the engine's log-probs whatever `ratio_base` is."""
+    """True if the objective reads the engine's log-probs for every value of `ratio_base`."""
     needs_reference: bool = False
     """True if the objective reads the log-probs of the start model, even if `kl_coef` is 0."""
     follows_advantage: bool = True
@@ -92,10 +92,10 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Properties of a user's `training.rl.loss_fn`: it may read every setting.
+"""Properties assumed for a user's `training.rl.loss_fn`, which may read every setting.
 
-`reads_rollout_logprobs` in `checks/loss_checks.py` calls the function to find out if it reads the engine's
-log-probs."""
+`reads_rollout_logprobs` in `checks/loss_checks.py` calls the function to find out whether the function reads the
+engine's log-probs."""
 
 
 def describe_objectives() -> str:

@@ -1,8 +1,8 @@
 """Algorithms of well-known RL systems, as presets for the settings of `training.rl`.
 
-A preset also lists settings that equal our defaults if the system sets them, so that changing a default does not change
-the preset. `tests/rollouts_core/algorithms/test_presets.py` compares every preset with numbers computed by the system's
-own functions. docs/algorithms.md explains the settings.
+A preset lists every setting that the system sets, even if the value equals our default. A later change of a default
+therefore does not change the preset. `tests/rollouts_core/algorithms/test_presets.py` compares every preset with
+numbers computed by the system's own functions. docs/algorithms.md explains the settings.
 
 Presets do not set the optimizer, batch sizes or sampling. The field `rollout` documents the sampling settings that a
 system uses.
@@ -52,7 +52,8 @@ class AlgorithmPreset:
     settings: Settings
     """Values for settings of `training.rl`."""
     rollout: Settings = field(default_factory=dict)
-    """Values for settings of `rollout` that the recipe expects. They are documentation and are not applied."""
+    """Values for settings of `rollout` that the recipe expects. The preset documents these values but does not apply
+    them."""
 
 
 def _ppo(**others: Any) -> dict[str, Any]:  # Any: settings of every type

@@ -34,13 +34,13 @@ def create_backend(
     Args:
         num_steps: number of optimizer steps of the whole schedule.
         temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
-        with_entropies: compute entropies too.
+        with_entropies: compute the policy's entropy at each token, besides the log-probs.
         with_values: train a value head.
         with_reference: keep a copy of the start weights, for `score(reference=True)`.
         within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights, which only RL needs.
+        with_start_sample: keep a sample of the start weights, with which RL measures rounding in engines.
         seed: seed of the random numbers of all libraries.
-        ranks: connections to the other processes that train together; None if this process trains alone.
+        ranks: connections to the other processes that train together, or None if this process trains alone.
 
     Raises:
         ConfigError: the backend does not support a setting, or is not installed.

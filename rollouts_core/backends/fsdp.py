@@ -90,16 +90,16 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Restored:
-    """The state in a checkpoint, as sent to every rank. Only the leader's object also has the tensors."""
+    """The training state from a checkpoint, which the leader sends to every rank without the tensors."""
 
     moments: dict[str, tuple[torch.Size, torch.dtype]]
-    """Shape and dtype of the optimizer's tensors by name, in order."""
+    """Shape and dtype of each optimizer tensor by name, in the order in which all ranks fill the tensors."""
     scheduler: dict[str, Any]  # Any: JSON
     """State of the learning-rate schedule."""
     num_optim_steps: int
     """Number of optimizer steps before this checkpoint."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Weights, adapters and value head by their names in the checkpoint, and the optimizer's tensors."""
+    """On the leader: weights, adapters, value head and optimizer tensors by their names in the checkpoint."""
 
 
 class FSDPTrainingBackend:
@@ -107,8 +107,8 @@ class FSDPTrainingBackend:
 
     Args:
         policy: sharded policy from `create_sharded_policy`, which every rank calls.
-        ranks: connections to the other ranks. The leader calls the backend's methods; other ranks call `follow`.
-        reference: frozen copy of the start policy, sharded too, for `score(reference=True)`.
+        ranks: connections to the other ranks. The leader calls the backend's methods, and other ranks call `follow`.
+        reference: frozen and sharded copy of the start policy, for `score(reference=True)`.
         seed: seed of dropout on all ranks except the leader.
     """
 
@@ -166,23 +166,23 @@ class FSDPTrainingBackend:
         ranks.followers_wait = True
 
     def follow(self) -> None:
-        """Run tasks for the leader on this rank until the leader stops this rank.
+        """Run the tasks that the leader sends to this rank, until the leader stops this rank.
 
         Raises:
             LeaderGoneError: the leader ended without stopping this rank. `join_ranks` handles this error.
         """
         while (task := self.ranks.scatter()) is not None:
-            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same error
+            with suppress(NonFiniteError), self.ranks.working():  # the leader raises the error
                 self._tasks[task.name](task.payload)
 
     def _together(
         self, name: str, payloads: Sequence[object] | None = None, *, at_leader: object = None
     ) -> Any:  # Any: depends on the task
-        """Run a task on every rank; returns the leader's result.
+        """Run a task on every rank, and return the leader's result.
 
         Args:
             payloads: input of the task for each rank.
-            at_leader: input of the task on the leader, which avoids sending a copy to itself.
+            at_leader: input of the task on the leader, so that the leader sends no copy to itself.
         """
         with self.ranks.working():
             tasks = [_Task(name=name, payload=payload) for payload in payloads or [None] * self.num_ranks]
@@ -191,12 +191,12 @@ class FSDPTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """The `sample_weights` of the start weights on the leader; empty on other ranks."""
+        """On the leader, the result of `sample_weights` for the start weights, or empty on other ranks."""
         return self.policy.start_sample
 
     @property
@@ -230,7 +230,7 @@ class FSDPTrainingBackend:
         own_metrics: LossMetrics = {}
         try:
             loss, own_metrics = call_loss(self.loss_fn, scores, batch)
-        except Exception as raised:  # noqa: BLE001 - a user's function; raised below, after telling the other ranks
+        except Exception as raised:  # noqa: BLE001 - `gather_unless_failed` raises the error of a user's function
             error = raised
         # Exchange errors before the backward pass, in which other ranks would wait for the gradients of a failed rank.
         self.ranks.gather_unless_failed(None, error)
@@ -239,7 +239,7 @@ class FSDPTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout, and return them on the CPU."""
         name = "score_reference" if reference else "score"
         return future_of(lambda: join_scores(self._together(name, split_batch(batch, self.num_ranks)), batch))
 
@@ -253,10 +253,11 @@ class FSDPTrainingBackend:
 
     @torch.no_grad()
     def _ask(self, asked: Policy, share: Share) -> list[TokenScores]:
-        """Compute the scores of this rank's share; returns the scores of all ranks."""
+        """Compute the scores of this rank's share, and return the scores of all ranks."""
         asked.eval()
         scores: TokenScores = asked(share.batch.to(self.ranks.device)).to(torch.device("cpu"))
-        # FSDP's root module keeps its gathered weights for a backward pass. Here they would stay, and become outdated.
+        # FSDP's root module keeps its gathered weights for a backward pass. Scoring has no backward pass, so the
+        # weights would stay and become outdated.
         _reshard(asked)
         self.policy.train()
         return self.ranks.gather(scores)
@@ -265,7 +266,7 @@ class FSDPTrainingBackend:
         """Clip the gradient by its norm over all ranks, update the weights, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite. It is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
         """
         return future_from(self._ask_for_step)
 
@@ -279,19 +280,19 @@ class FSDPTrainingBackend:
         _reshard(self.policy)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return whole weights in host memory by Hugging Face name, with merged adapters. Tied weights appear once."""
+        """Return unsharded weights in host memory by Hugging Face name, adapters merged. Tied weights appear once."""
         return future_of(lambda: self._together("gather_weights"))
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return copies of the whole adapters in host memory, scaled for engines; empty if all weights are trained."""
+        """Return unsharded adapters in host memory, with the scale in B, or empty if the backend trains all weights."""
         return future_of(lambda: self._together("gather_adapters"))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the whole frozen weights that the adapters belong to, in host memory."""
+        """Return the unsharded frozen weights, without the adapters, in host memory."""
         return future_of(lambda: self._together("gather_base"))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the GPU memory that is cached but unused, on every rank."""
+        """On every rank, free the GPU memory that torch caches but does not use."""
         return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
@@ -307,11 +308,11 @@ class FSDPTrainingBackend:
         return {name: tensor.to("cpu") for name, tensor in self._gather(tensors) if self.ranks.is_leader}
 
     def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors on every rank, one after another, so that only one of them needs memory at a time."""
+        """Yield the unsharded tensors on every rank, one by one, so that only one takes memory at a time."""
         return ((name, _whole(tensor)) for name, tensor in tensors)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights and reset the adapters. The optimizer's state stays.
+        """Replace the weights and reset the adapters. The optimizer keeps its state.
 
         Raises:
             CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
@@ -333,7 +334,8 @@ class FSDPTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that any number of processes can resume.
 
-        The call gathers weights and optimizer state in the leader's host memory. A thread of the leader writes them.
+        The call gathers weights and optimizer state in the leader's host memory. A thread of the leader then writes the
+        files.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
@@ -365,16 +367,16 @@ class FSDPTrainingBackend:
         return copied | get_random_tensors(own_gpu_only=True)
 
     def _start_random_stream(self) -> None:
-        """Seed the random state of a rank other than the leader, after a checkpoint was saved or loaded.
+        """Seed the random state of this rank, unless this rank is the leader.
 
-        A resumed run therefore draws the same numbers as a run that continued. The leader's random state is in the
-        checkpoint.
+        The seed is set at each save and load, so that a resumed run draws the same numbers as an uninterrupted run. The
+        leader's random state is in the checkpoint.
         """
         if not self.ranks.is_leader:
             torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._steps.num_done))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint of any number of processes; returns the training loop's state. Only the leader reads files.
+        """Load a checkpoint of any number of processes, and return the loop's state. Only the leader reads files.
 
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.
@@ -450,7 +452,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _reshard(policy: Policy) -> None:
-    """Drop the gathered weights that FSDP's root module keeps between forward and backward pass."""
+    """Free the gathered weights that FSDP's root module keeps between forward and backward pass."""
     assert isinstance(policy, FSDPModule), "`create_sharded_policy` returns an FSDPModule"
     policy.reshard()
 
@@ -478,9 +480,9 @@ def create_fsdp_backend(
     Args:
         ranks: connections to the other ranks.
 
-    The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weights.
+    The other arguments are those of `create_backend`. Only the leader reads the model's weight files.
     """
-    recomputes = ranks.begin(policy.activation_checkpointing)  # only the leader has the settings of less_memory.py
+    recomputes = ranks.begin(policy.activation_checkpointing)  # less_memory.py lowers only the leader's settings
     agreed = policy.model_copy(update={"activation_checkpointing": recomputes})
     seed_everything(seed)
     tokenizer = load_tokenizer(model)

@@ -78,13 +78,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Stands in for a transformers model when a checkpoint is written: it writes the model's Hugging Face files."""
+    """Writes a model's Hugging Face files into a checkpoint, in place of a transformers model."""
 
     model_dir: Path
     """Folder with the model's config.json."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> None:
-        """Write the weights as float32, and the configuration files."""
+        """Write the weights and config.json as float32, and copy generation_config.json."""
         save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # name of the setting `dtype` in older versions of transformers
@@ -96,14 +96,14 @@ class ModelFiles:
 
 
 class JAXTrainingBackend:
-    """Trains a model on JAX's default device; implements `TrainingBackend`.
+    """A `TrainingBackend` that trains a model on JAX's default device.
 
     Args:
         weights: the weights by Hugging Face name, and the value head if it is trained. Tied weights appear once.
         model_dir: folder of the model. Its configuration files are copied into checkpoints.
         num_steps: number of optimizer steps of the whole schedule.
         with_reference: keep a copy of the start weights, for `score(reference=True)`.
-        with_start_sample: keep a sample of the start weights, which only RL needs.
+        with_start_sample: keep a sample of the start weights, with which RL measures rounding in engines.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class JAXTrainingBackend:
         self.optim = optim
         self.num_steps = num_steps
         self.start_sample = sample_weights(_without_value_head(weights)) if with_start_sample else {}
-        """The `sample_weights` of the start weights; empty without `with_start_sample`."""
+        """The result of `sample_weights` for the start weights, or empty without `with_start_sample`."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None
@@ -137,7 +137,7 @@ class JAXTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.settings.num_tokens
 
     @property
@@ -173,7 +173,7 @@ class JAXTrainingBackend:
         return metrics
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by the policy or the reference, without gradient; returns them on the CPU."""
+        """Compute token scores by the policy or the reference, without gradient, and return them on the CPU."""
         return future_of(lambda: self._score(batch, reference=reference))
 
     def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
@@ -216,11 +216,11 @@ class JAXTrainingBackend:
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
     def release_cache(self) -> ImmediateTrainFuture[None]:
-        """Do nothing: JAX keeps its memory. Variables such as XLA_PYTHON_CLIENT_PREALLOCATE limit this memory."""
+        """Do nothing: JAX keeps its memory. Variables such as XLA_PYTHON_CLIENT_PREALLOCATE limit its memory."""
         return ImmediateTrainFuture(None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights. The optimizer's state stays.
+        """Replace the weights. The optimizer keeps its state.
 
         Raises:
             CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
@@ -237,9 +237,10 @@ class JAXTrainingBackend:
         shutil.copyfile(self.model_dir / "config.json", path)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
-        """Write a checkpoint in the format of the PyTorch backend. Engines can load it; both backends can resume it.
+        """Write a checkpoint in the format of the PyTorch backend. Engines can load the checkpoint, and both backends
+        can resume it.
 
-        The call copies weights and optimizer state to host memory. A thread writes the copy.
+        The call copies weights and optimizer state to host memory. Then a thread writes the files.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         trainer = {
@@ -269,7 +270,7 @@ class JAXTrainingBackend:
         return future_of(lambda: self._load_checkpoint(path))
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """The state of AdamW under the names of the PyTorch backend; empty before the first step."""
+        """The state of AdamW under the names of the PyTorch backend, or empty before the first step."""
         if self._num_optim_steps == 0:
             return {}
         named: dict[str, Tensor] = {}
@@ -292,7 +293,8 @@ class JAXTrainingBackend:
         return state
 
     def _moments_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Params]:
-        """The moving averages in a checkpoint. They are 0 for weights without a gradient, which PyTorch omits."""
+        """AdamW's moving averages from a checkpoint, or 0 for weights without a gradient, which PyTorch does not
+        save."""
         return {
             quantity: to_params(
                 {
@@ -357,7 +359,7 @@ def create_jax_backend(
 
 
 def read_weights(model_dir: Path, settings: ModelSettings) -> dict[str, Tensor]:
-    """Read the weights in a folder. Tied weights appear once.
+    """Read the weights in a model's folder. Tied weights appear once.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, not finite, or has a wrong shape.
@@ -411,7 +413,8 @@ def adamw_step(
 def _score_and_pull_back(
     params: Params, batch: PaddedBatch, settings: ModelSettings
 ) -> tuple[Scores, Callable[[Scores], tuple[Params]]]:
-    """Return the scores, and a function that converts the loss's gradient for scores to its gradient for weights."""
+    """Return the scores, and a function from the loss's gradient with respect to scores to its gradient with respect to
+    weights."""
     scores, pull_back = jax.vjp(lambda p: score_batch(p, batch, settings), params)
     return scores, pull_back
 
@@ -420,7 +423,7 @@ def _add_up(first: Params, second: Params) -> Params:
     return {name: grad + second[name] for name, grad in first.items()}
 
 
-# Compiled once per combination of settings and padded batch size, for all backends of the process.
+# JAX compiles these functions once per combination of settings and padded batch size, for the whole process.
 _score = jax.jit(score_batch, static_argnames="settings")
 _score_with_pull_back = jax.jit(_score_and_pull_back, static_argnames="settings")
 _pull_back = jax.jit(lambda pull_back, gradient: pull_back(gradient)[0])
@@ -430,7 +433,7 @@ _step = jax.jit(adamw_step, static_argnames="optim", donate_argnames=("params", 
 
 
 def _is_matrix(name: str, value: jax.Array) -> bool:
-    """True if a weight is a matrix, to which weight decay applies. Stacked layers add one dimension to weights."""
+    """True if a weight is a matrix, to which weight decay applies. Stacked layers have one more dimension."""
     return bool(value.ndim - name.startswith(ALL_LAYERS) > 1)
 
 
@@ -448,13 +451,13 @@ def _policy_name(name: str) -> str:
 
 
 def _cut_to(batch: TrainBatch, scores_BT: jax.Array) -> Tensor:
-    """Copy padded scores to a tensor of the batch's shape."""
+    """Copy padded scores to a PyTorch tensor of the batch's shape, without the padding."""
     num_rows, length = batch.inputs_BT.shape
     return torch.from_numpy(np.array(scores_BT)[:num_rows, :length].copy())
 
 
 def _padded_gradient(leaf: Tensor, scores_BT: jax.Array) -> jax.Array:
-    """The gradient of the loss for padded scores; 0 if the loss does not depend on these scores."""
+    """The gradient of the loss with respect to padded scores, or 0 if the loss does not depend on these scores."""
     padded_BT = np.zeros(scores_BT.shape, dtype=np.float32)
     if leaf.grad is not None:
         padded_BT[: leaf.shape[0], : leaf.shape[1]] = leaf.grad.numpy()

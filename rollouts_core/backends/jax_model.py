@@ -3,7 +3,8 @@
     batch -> embedding -> scan over layers -> hidden states -> sort scored positions first -> head, in pieces
 
 The weights of all layers are stacked under one name, such as `model.layers.*.mlp.up_proj.weight`, and the layers run in
-a scan. Therefore the compile time does not grow with depth. Other files use the Hugging Face names of the weights.
+a scan. Therefore the compile time does not grow with the number of layers. Other files use the Hugging Face names of
+the weights.
 
 B rows, T token positions, N = B x T positions, L layers, H hidden size, Q query heads, K key heads, D width of a head,
 V vocabulary.
@@ -27,7 +28,7 @@ from rollouts_core.embedded.rotary import rotary_frequencies
 from rollouts_core.model import logprobs
 
 Params = dict[str, jax.Array]
-"""Weights by name. The weights of all layers are stacked."""
+"""Weights by name. Weights of the same name in all layers are stacked in one array."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYERS = "model.layers."
@@ -35,12 +36,12 @@ ALL_LAYERS = LAYERS + "*."
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
 
 SMALLEST_LENGTH = 16
-"""Least number of positions of a padded batch."""
+"""Smallest number of positions to which a row is padded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Settings of the compiled functions. Other settings cause another compilation."""
+    """Settings of the compiled functions. JAX compiles once for each combination of settings."""
 
     architecture: Architecture
     """Shapes and settings of the model."""
@@ -49,17 +50,18 @@ class ModelSettings:
     temperature: float = 1.0
     """Divisor of the logits."""
     with_entropies: bool = False
-    """Compute entropies too."""
+    """Compute the policy's entropies besides the log-probs."""
     recompute_layers: bool = False
     """Activation checkpointing: store only the inputs of layers, and recompute the rest in the backward pass."""
     num_tokens: int | None = None
-    """The softmax includes only token ids below this number; None includes all token ids of the model."""
+    """The softmax includes only token ids below this number, or all token ids of the model if None."""
     untrained_input_id: int | None = None
-    """Id of the padding token in config.json. As in transformers, its input embedding gets no gradient."""
+    """Id of the padding token in config.json. As in transformers, the input embedding of this token gets no
+    gradient."""
 
 
 class PaddedBatch(NamedTuple):
-    """The model's inputs of a `TrainBatch`, padded to one of a few sizes, so that few sizes are compiled."""
+    """The model's inputs of a `TrainBatch`, padded to one of a few sizes, because JAX compiles once per size."""
 
     inputs_BT: jax.Array
     position_ids_BT: jax.Array
@@ -104,7 +106,7 @@ def pad_batch(batch: TrainBatch) -> PaddedBatch:
 
 
 def bucket_size(count: int) -> int:
-    """Round up to a number with at most three significant bits: 1 to 8, 10, 12, 14, 16, 20, ... Adds at most 25 %."""
+    """Round up by at most 25 % to a number with at most three significant bits: 1 to 8, 10, 12, 14, 16, 20, ..."""
     step = 1 << max(0, count.bit_length() - 3)
     return -(-count // step) * step
 
@@ -159,7 +161,7 @@ def score_in_pieces(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs (N,) and entropies (N,) of the first `num_scored` positions, without storing all logits.
 
-    Pieces without a scored position are skipped. The backward pass recomputes the logits of the other pieces.
+    Pieces without a scored position are skipped. The backward pass recomputes the logits of the scored pieces.
     """
     head_VH = params.get(HEAD, params[EMBEDDING])[: settings.num_tokens]
     num_positions = len(targets_N)
@@ -190,7 +192,7 @@ def score_in_pieces(
 
 
 def to_params(weights: Mapping[str, Tensor]) -> Params:
-    """Copy weights to the device as float32, and stack those of the layers."""
+    """Copy weights to the device as float32, and stack the weights of the layers."""
     params = {name: _to_array(value) for name, value in weights.items() if not name.startswith(LAYERS)}
     of_layers = [name.removeprefix(LAYERS).partition(".") for name in weights if name.startswith(LAYERS)]
     num_layers = 1 + max((int(layer) for layer, _, _ in of_layers), default=-1)
@@ -214,7 +216,7 @@ def to_weights(params: Params) -> dict[str, Tensor]:
 
 
 def _to_array(value: Tensor) -> jax.Array:
-    return jnp.array(value.detach().float().numpy(), copy=True)  # a copy, because the optimizer step reuses the memory
+    return jnp.array(value.detach().float().numpy(), copy=True)  # a copy, because the optimizer step reuses this memory
 
 
 def _attend(
@@ -276,7 +278,7 @@ def _rms_norm(inputs: jax.Array, weight: jax.Array, architecture: Architecture) 
 
 def _rotation(position_ids_BT: jax.Array, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary embedding for each position, (B, T, 1, D / 2) each."""
-    # The frequencies come from torch, as when the models were trained. A rounding difference would grow with position.
+    # torch computes the frequencies, as in the models' own training: rounding differences would grow with the position.
     frequencies = jnp.asarray(rotary_frequencies(architecture).numpy())
     angles = (position_ids_BT[:, :, None].astype(jnp.float32) * frequencies)[:, :, None]
     return jnp.cos(angles), jnp.sin(angles)

@@ -16,8 +16,8 @@ import socket
 import time
 
 ASKING_S, ASKED_S = 10.0, 4.0
-"""Time limits of client and server for the handshake, seconds. The server handles one connection at a time. Its limit
-is shorter, so that a client that sends nothing does not make another client time out."""
+"""Time limits of client and server for the handshake, seconds. The server's limit is shorter, because a server may
+handle one connection at a time: a client that sends nothing must not make the next client time out."""
 _NUM_BYTES = 32
 _ASKS, _ASKED = b"asks", b"asked"
 
@@ -27,7 +27,7 @@ class ProofError(Exception):
 
 
 def prove_as_asking(connection: socket.socket, key: str) -> None:
-    """Run the client's side of the handshake: verify the server's proof, and prove the key.
+    """Run the client's side of the handshake: verify the server's proof, then prove knowledge of the key.
 
     Raises:
         ProofError: the server gave no valid proof.
@@ -42,7 +42,7 @@ def prove_as_asking(connection: socket.socket, key: str) -> None:
 
 
 def prove_as_asked(connection: socket.socket, key: str) -> None:
-    """Run the server's side of the handshake: prove the key, and verify the client's proof.
+    """Run the server's side of the handshake: prove knowledge of the key, then verify the client's proof.
 
     Raises:
         ProofError: the client gave no valid proof.

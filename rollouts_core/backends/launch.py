@@ -1,4 +1,5 @@
-"""Run a job in several processes with torchrun, and return their exit code. torch is imported only when needed.
+"""Run a job in several processes with torchrun, and return their exit code. Only `launch` imports torch, which takes
+seconds.
 
     python -m rollouts_core sft job.json                      the launcher, which runs torchrun's agent
         +-- RANK=0 python -m rollouts_core sft job.json       the leader
@@ -28,9 +29,9 @@ from rollouts_core.job import Job, TrainingJob
 from rollouts_core.less_memory import FULL_GPU_CODE
 
 SHUTDOWN_S = 8
-"""Seconds between SIGTERM and SIGKILL with several machines. A process may be waiting for a lost machine."""
+"""Seconds between SIGTERM and SIGKILL with several machines. A process waiting for a lost machine may need SIGKILL."""
 LAUNCHER = -1
-"""Number that stands for the launcher itself in place of a rank."""
+"""Key of the launcher's own exit code in mappings from rank to exit code."""
 
 
 def num_processes(job: Job) -> int:
@@ -49,7 +50,7 @@ def is_launched() -> bool:
 
 
 def is_follower() -> bool:
-    """True if this process is not the leader (rank 0). Only the leader writes files."""
+    """True if torchrun started this process with a rank above 0. Only rank 0, the leader, writes files."""
     return is_launched() and os.environ["RANK"] != "0"
 
 
@@ -60,24 +61,24 @@ def launch(
     log_dir: Path,
     join: Callable[[], AbstractContextManager[Unit | None]] = nullcontext,
 ) -> int:
-    """Run `python -m rollouts_core arguments` in several processes on this machine; returns the exit code.
+    """Run `python -m rollouts_core arguments` in several processes on this machine, and return the exit code.
 
-    If a signal killed a process, this process kills itself with the same signal, so that its caller sees the cause, for
-    example a lack of memory. Otherwise the exit code is that of a failed process.
+    If a signal killed a rank, the launcher kills itself with the same signal, so that its caller sees the cause, for
+    example a lack of memory. Otherwise the result is the exit code of a failed rank, or 0.
 
     Args:
-        log_dir: folder for torchrun's own files. It is removed at the end, and at the start if a killed run left it.
-        join: connects this machine to the other machines of the training.
+        log_dir: folder for torchrun's own files. `launch` removes the folder at its end, and at its start.
+        join: returns a context that connects this machine to the training's other machines.
 
     Raises:
         MachineLostError: another machine did not connect, or its connection was lost.
     """
-    import torch.distributed.run  # noqa: F401 - takes seconds, so imported before other machines wait for this one
+    import torch.distributed.run  # noqa: F401 - imported before other machines wait, because it takes seconds
 
     with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-        # Variables that the user has set take precedence.
+        # Environment variables that the user has set take precedence.
         os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))
         program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
@@ -89,7 +90,7 @@ def launch(
 
 @contextmanager
 def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
-    """Yield the meeting point of torchrun's agents, or with one machine, of the agent and its ranks."""
+    """Yield the address of the store through which torchrun's agents and ranks find each other."""
     if unit is not None:
         yield unit.meeting
         return
@@ -97,14 +98,14 @@ def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
 
     store, port = open_store(LOOPBACK, multi_tenant=True)
     yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
-    del store  # the store closes with its last reference, so the variable lives until here
+    del store  # the store closes with its last reference, so this variable keeps it open until here
 
 
 def agent_arguments(meeting: Meeting) -> list[str]:
-    """The arguments that tell torchrun where its agents and ranks meet.
+    """torchrun's arguments with the address of the store through which its agents and ranks find each other.
 
-    The leader's agent uses the store that this process has opened at the port. A store of torchrun would listen on all
-    network interfaces, and with `--standalone` the agent would unpickle everything that others write to the store.
+    The leader's agent uses the store that the launcher opened. A store opened by torchrun would listen on all network
+    interfaces. With `--standalone`, the agent would also unpickle whatever other processes write to the store.
     """
     size = ["--nnodes", str(meeting.num_nodes), "--node-rank", str(meeting.node_rank)]
     place = ["--master-addr", LOOPBACK, "--master-port", str(meeting.store_port)]
@@ -112,12 +113,12 @@ def agent_arguments(meeting: Meeting) -> list[str]:
 
 
 def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
-    """Run torchrun's agent until all processes ended; returns the exit codes of failed processes by rank."""
+    """Run torchrun's agent until all processes ended, and return the exit codes of failed processes by rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its messages would follow the job's last line
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # else its messages follow the job's last line
     try:
         run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -137,7 +138,7 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 
 
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
-    """Choose the exit code that best explains the end of a job; negative for a signal.
+    """Choose the exit code that best explains the end of a job. It is negative for a signal.
 
     Code 2 (the user must change something) comes first, then a full GPU, then a signal, because these three often make
     other processes fail. SIGTERM comes last, because torchrun sends it to the remaining processes.
@@ -166,8 +167,8 @@ def _end_like(code: int, exit_codes: Mapping[int, int]) -> int:
 def run_worker(program: Callable[[], int]) -> NoReturn:
     """Run the program of a worker process and exit with its code, without the interpreter's normal shutdown.
 
-    The normal shutdown sometimes crashes in threads of torch's connections. With torch 2.13 and gloo this happened
-    after one in eight finished jobs.
+    The normal shutdown sometimes crashes in threads of torch's connections. With torch 2.13 and gloo, one in eight
+    finished jobs crashed this way.
     """
     code = 1
     try:
@@ -176,7 +177,7 @@ def run_worker(program: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 - the last frame of the process: an unprinted error would be lost
         traceback.print_exc()
-    # Threads of unclosed pools end only when this part of the shutdown notifies them.
+    # Threads of unclosed pools end only when `threading._shutdown` notifies them.
     threading._shutdown()  # type: ignore[attr-defined]  # the interpreter's shutdown calls it too
     logging.shutdown()
     sys.stdout.flush()

@@ -7,8 +7,8 @@
                 <── "ended with code N" ── , or the connection ends
 
 Each attempt of a training has a new connection. If the connection ends, or is silent for SILENCE_S, both launchers end
-their processes. A machine therefore stops computing if another machine is lost, even if no login to it is possible. A
-further machine renews its job's lease at each heartbeat.
+their processes. A machine therefore stops computing if another machine is lost, even if no SSH login can stop it. At
+each heartbeat, a further machine renews its job's lease.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ SILENCE_S = 30.0
 LEAVE_S = 5.0
 """Seconds in which this machine's processes may end by themselves after the connection to another launcher ended."""
 SETTLE_S = 5.0
-"""Seconds to wait for reports of other machines after the leader's processes failed. The cause may be there."""
+"""Seconds to wait for other machines' exit codes after the leader's processes failed. The cause may be on another
+machine."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 4096
 MACHINE_LOST_CODE = os.EX_TEMPFAIL
@@ -56,12 +57,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where torchrun's agents of all machines meet in one attempt of a training."""
+    """How torchrun's agent on one machine finds the agents of all machines, in one attempt of a training."""
 
     num_nodes: int
     node_rank: int
     store_port: int
-    """Port at this machine's loopback address of the store, or of a tunnel to the store, for all agents and ranks."""
+    """Port of the store at this machine's loopback address. On further machines, a tunnel to the leader's store."""
     own_address: str
     """This machine's address in the network that connects the machines."""
 
@@ -72,7 +73,8 @@ class Unit(Protocol):
     meeting: Meeting
 
     def conclude(self, exit_code: int) -> int:
-        """Exchange exit codes with the other machines after the processes ended; returns the exit code of the attempt.
+        """Exchange exit codes with the other machines after the processes ended, and return the exit code of the
+        attempt.
 
         Args:
             exit_code: exit code of this machine's own processes.
@@ -83,7 +85,7 @@ class Unit(Protocol):
 
 
 class Link:
-    """The connection to the launcher of another machine. If it ends, this launcher gets SIGTERM to end its processes.
+    """The connection to another machine's launcher. At its end, this launcher sends itself SIGTERM.
 
     Args:
         name: name of the other machine, for messages.
@@ -93,9 +95,9 @@ class Link:
     def __init__(self, name: str, connection: socket.socket, *, on_beat: Callable[[], None] = lambda: None) -> None:
         self.name = name
         self.exit_code: int | None = None
-        """The exit code that the other launcher reported; None if it has not reported."""
+        """The exit code that the other launcher reported, or None before its report."""
         self.problem = ""
-        """Why the other machine counts as lost; empty if it does not."""
+        """Why the other machine counts as lost, or empty if it is not lost."""
         self._connection = connection
         self._on_beat = on_beat
         self._has_ended = threading.Event()
@@ -125,7 +127,7 @@ class Link:
         self._is_concluded.set()
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until the connection ends; returns False if it did not end within `timeout_s`."""
+        """Wait until the connection ends, and return False if it did not end within `timeout_s`."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
@@ -135,22 +137,24 @@ class Link:
             self.problem = f"sent an unreadable message ({error})"
         finally:
             self._has_ended.set()
-        # First give this machine's processes time to end for the same reason, or because the training is done.
+        # First give this machine's processes time to end by themselves: they may be done, or fail together with the
+        # others.
         if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the agent has no handler yet
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent has set no handler yet
             os._exit(MACHINE_LOST_CODE)
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its processes
 
     def _listen(self) -> None:
-        """Exchange heartbeats until the other launcher reports its end or is lost. Sets `exit_code` or `problem`."""
+        """Exchange heartbeats until the other launcher reports its exit code or is lost. Sets `exit_code` or
+        `problem`."""
         heard = told = time.monotonic()
         rest = b""
         while not self._is_closed.is_set():
             if time.monotonic() >= told:
                 told = time.monotonic() + BEAT_S
-                with suppress(OSError):  # reads what the other launcher sent before it closed
+                with suppress(OSError):  # after a failed send, still read what the other launcher sent before
                     self._connection.sendall(_BEAT)
             try:
                 is_heard = bool(select.select([self._connection], [], [], BEAT_S)[0])
@@ -185,7 +189,7 @@ class LeaderUnit:
         self._links = links
 
     def conclude(self, exit_code: int) -> int:
-        """See `Unit`. If the processes of a further machine failed, the log names the machine."""
+        """See `Unit`. Logs the name of each further machine whose processes failed."""
         for link in self._links:
             link.conclude()
         if exit_code == 0:
@@ -214,7 +218,7 @@ class FurtherUnit:
         self._leader = leader
 
     def conclude(self, exit_code: int) -> int:
-        """See `Unit`. The leader closes the connection after it got the exit code."""
+        """See `Unit`. Waits until the leader has got the exit code and closed the connection."""
         self._leader.conclude()
         if exit_code != 0 and self._leader.wait_for_end(0.0):
             raise MachineLostError(f"the leader's launcher on {self._leader.name} {self._leader.problem}")
@@ -224,7 +228,7 @@ class FurtherUnit:
 
 
 def where_its_log_is(trainer: FurtherTrainer) -> str:
-    """A text for messages with the path of a further machine's log."""
+    """The path of a further machine's log, as text for messages."""
     return f"its log: {trainer.run_dir}/log.txt there"
 
 
@@ -316,12 +320,12 @@ def _listen_at(host: str, port: int) -> socket.socket:
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
-    """Accept connections until one of them proves the key; returns it with the leader's first message."""
+    """Accept connections until a client proves knowledge of the key. Return its connection and its first message."""
     while True:
         connection, _ = listener.accept()
         try:
             prove_as_asked(connection, key)
-            connection.settimeout(JOIN_S)  # the leader sends it when all machines are connected
+            connection.settimeout(JOIN_S)  # the leader sends its first message when all machines are connected
             with connection.makefile("rb") as reader:
                 return connection, json.loads(reader.readline(MAX_LINE_BYTES))
         except (OSError, ProofError, ValueError) as error:
@@ -330,7 +334,7 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Environment variables that make gloo and NCCL use the network interface with this address; {} if not found.
+    """Environment variables that make gloo and NCCL use the network interface with this address, or {} without one.
 
     By default gloo uses the interface of the machine's hostname, and NCCL chooses an interface by itself.
     """
@@ -339,7 +343,7 @@ def network_variables(address: str) -> dict[str, str]:
 
 
 def find_interface(address: str) -> str:
-    """Name of the network interface with this IP address; "" if not found."""
+    """Name of the network interface with this IP address, or "" if no interface has it."""
     if sys.platform != "linux":
         return ""
     if ":" in address:
@@ -350,7 +354,7 @@ def find_interface(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # skips interfaces without an address
+            with suppress(OSError):  # an interface may have no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

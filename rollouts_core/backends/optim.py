@@ -52,7 +52,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
-    """Move a schedule to a saved step. Its peak and its number of steps stay as they were created."""
+    """Move a schedule to a saved step. The peak and the number of steps of the schedule remain those of the current
+    settings."""
     scheduler.last_epoch = state["last_epoch"]
     scheduler._step_count = state["_step_count"]
     ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]
@@ -77,4 +78,4 @@ def restore_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer
     for key, value in tensors.items():
         name, quantity = key.rsplit("/", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW needs one device
+        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW runs on one device

@@ -1,7 +1,7 @@
 """Create process groups, besides torch.distributed's default group, that send weights from a trainer to engines.
 
-Processes that use torch.distributed or SGLang can join the same groups. This file imports only torch, because vLLM's
-workers load it by its path.
+Members that use torch.distributed or SGLang can join the same groups. This file imports nothing of this package,
+because vLLM's workers load the file by its path.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def find_address_towards(host: str, port: int) -> str:
     """Return this machine's address on the route to another host. Raises OSError if there is no route."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing, but chooses the route
+        probe.connect(place)  # `connect` on a UDP socket sends nothing, but chooses the route
         return str(probe.getsockname()[0])
 
 
 def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
-    """Open a torch store that listens only at `address`; returns the store and its port.
+    """Open a torch store that listens only at `address`, and return the store and its port.
 
-    A TCPStore that opens its own port would listen on all network interfaces, and every client of a store can read
-    and change it.
+    A TCPStore that opens its own port would listen on all network interfaces, and every client of a store can read and
+    change its content.
 
     Args:
-        multi_tenant: if this process opens further stores at the same port, they are the same store.
+        multi_tenant: make all stores that this process opens at the same port one store.
 
     Raises:
         OSError, RuntimeError: this machine cannot listen at the address.
@@ -63,7 +63,7 @@ def join_store(address: str, port: int, *, size: int) -> TCPStore:
     """Connect to the trainer's store, through which the members of a group find each other.
 
     The connection raises the store's count of members by one, as `torch.distributed.rendezvous` does. A trainer that
-    opened its store with rendezvous waits for `size` members; this function does not wait.
+    opened its store with rendezvous waits for `size` members, but `join_store` does not wait.
 
     Raises:
         RuntimeError: the store is unreachable.
@@ -72,14 +72,14 @@ def join_store(address: str, port: int, *, size: int) -> TCPStore:
 
 
 def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
-    """Return the part of a store, by key prefix, that torch.distributed would use for a group of this name."""
+    """Return a view of a store with the key prefix that torch.distributed uses for a group of this name."""
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> Any:
     """Join a gloo group, and wait until all members are connected. Raises RuntimeError if a member does not connect.
 
-    Returns a ProcessGroupGloo, a type that some builds of torch lack.
+    Returns a ProcessGroupGloo. Some builds of torch lack this type, so it is not annotated.
 
     Args:
         address: address at which the other members reach this machine.
@@ -91,11 +91,11 @@ def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> A
 
 
 def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
-    """Join an NCCL group of GPUs; returns a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
+    """Join an NCCL group of GPUs, and return a ProcessGroupNCCL, a type that only CUDA builds of torch have."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    # With this variable, a new group raises an error if a rank is lost; without it, NCCL would end the process. The
-    # variable stays set, because several threads connect to engines.
+    # With this variable, a new group raises an error if a rank is lost. Otherwise NCCL would end the process. The
+    # variable stays set, because another thread may be creating a group.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -103,7 +103,7 @@ def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
 def begin_broadcast(group: Any, flat: Tensor) -> Any:
     """Begin a broadcast: rank 0 sends the bytes of `flat`, other ranks receive rank 0's bytes into `flat`.
 
-    Returns the work, for `wait_for`. While waiting, the caller must hold no reference to the group; see `let_go`.
+    Returns a handle for `wait_for`. While the caller waits, it must hold no reference to the group (see `let_go`).
     """
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -111,10 +111,10 @@ def begin_broadcast(group: Any, flat: Tensor) -> Any:
 
 
 def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
-    """Wait until work that a group began is done.
+    """Wait until a broadcast from `begin_broadcast` is done.
 
     Raises:
-        RuntimeError: the work failed, the group was closed meanwhile, or the work took too long.
+        RuntimeError: the broadcast failed or timed out, or the group was closed meanwhile.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():
@@ -127,13 +127,13 @@ def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's
 
 
 def let_go(held: list[Any]) -> None:  # Any: see connect_gloo
-    """Delete a group in a thread. `held` must have the only reference to the group.
+    """Abort and delete a process group in a thread. `held` must contain the only reference to the group.
 
-    The group's destructor waits for gloo, which may continue to send until its timeout. The caller does not wait.
+    A thread, because the group's destructor waits for gloo, which may continue to send until its timeout.
     """
 
     def end() -> None:
-        with suppress(RuntimeError, AttributeError):  # the group has failed, or never started
+        with suppress(RuntimeError, AttributeError):  # the group failed or never started
             held[0].abort()
         held.clear()
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 TrainingState = Mapping[str, Any]  # Any: JSON
-"""The state of a training loop besides the model, for instance its position in the data, as JSON values."""
+"""The state of a training loop as JSON values, for instance its position in the data, without the model's state."""
 
 
 class TrainFuture(Protocol[T_co]):
@@ -70,14 +70,14 @@ class LateTrainFuture(Generic[T]):
     """A future of work that is queued on a device. Only the first call of `result` waits for the device.
 
     Args:
-        read: waits for the device; returns the value or raises the error.
+        read: waits for the device, and returns the value or raises the error.
         is_read: True if `read` would return at once.
     """
 
     def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
         self._read, self._is_read = read, is_read
         self._outcome: TrainFuture[T] | None = None
-        """The value or error; None before the first call of `result`."""
+        """The value or error, or None before the first call of `result`."""
 
     async def result(self) -> T:
         """Wait for the device to finish this work and all earlier work in its queue."""
@@ -91,7 +91,7 @@ class LateTrainFuture(Generic[T]):
 
 
 class FailedTrainFuture:
-    """A future of work that already failed. It can stand for any result type."""
+    """A future of work that already failed. `result` never returns, so the future fits any result type."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -106,7 +106,7 @@ class FailedTrainFuture:
 
 
 def future_of(work: Callable[[], T]) -> TrainFuture[T]:
-    """Run `work` now. The returned future has its value or its error."""
+    """Run `work` now, and return a future with the value or the error of `work`."""
     return future_from(lambda: ImmediateTrainFuture(work()))
 
 
@@ -121,7 +121,8 @@ def future_from(begin: Callable[[], TrainFuture[T]]) -> TrainFuture[T]:
 class TrainingBackend(Protocol):
     """A model in training, with its optimizer and learning-rate schedule.
 
-    `forward_backward` accumulates the gradients of micro-batches. `optim_step` applies the sum and clears it.
+    `forward_backward` accumulates the gradients of micro-batches. `optim_step` updates the weights with the accumulated
+    gradient and clears it.
 
     Optional members:
         save_model_config(path)  writes the model's config.json. Without this method, RL needs a `PublishTarget`
@@ -132,7 +133,8 @@ class TrainingBackend(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that share the rows of each micro-batch. A micro-batch may be larger by this factor."""
+        """Number of devices that share the rows of each micro-batch. A micro-batch may be larger by this factor than on
+        one device."""
         ...
 
     @property
@@ -141,24 +143,25 @@ class TrainingBackend(Protocol):
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the gradient of a micro-batch; returns metrics, which the caller sums over the micro-batches of a step.
+        """Add the gradient of a micro-batch, and return metrics, which the caller sums over the micro-batches of a
+        step.
 
-        If this returns a `LateTrainFuture`, the caller may request the rest of the step before it asks for the result.
-        If a loss or the gradient is not finite, the step then leaves the weights unchanged. The results of this call
-        and of `optim_step` raise NonFiniteError.
+        If the future is a `LateTrainFuture`, the caller may request the rest of the step before it awaits the metrics.
+        If a loss or the gradient of the step is not finite, the weights stay unchanged, and the futures of
+        `forward_backward` and `optim_step` raise NonFiniteError.
         """
         ...
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute the scores (such as log-probs) of a batch's tokens without a gradient; returns them on the CPU.
+        """Compute the scores (such as log-probs) of a batch's tokens without a gradient, and return them on the CPU.
 
         Args:
-            reference: use the start weights instead of the current ones.
+            reference: use the start weights instead of the current weights.
         """
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, update the weights, and advance the schedule; returns gradient norm and learning rate."""
+        """Clip the gradient, update the weights, advance the schedule, and return gradient norm and learning rate."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
@@ -166,27 +169,27 @@ class TrainingBackend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights. The optimizer's state stays."""
+        """Replace the weights. The optimizer keeps its state."""
         ...
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the device memory that is cached but unused, for other processes."""
+        """Free the device memory that the backend caches but does not use, so that other processes can use it."""
         ...
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory.
 
-        The checkpoint has the state at the time of the call. Training may continue while it is written. The caller must
-        wait for the future before the next save.
+        The checkpoint has the state at the time of the call. Training may continue while the files are written. Before
+        the next save, the caller must await the future.
 
         Args:
-            state: state of the training loop. `step`, `score` and `settings` also go into the manifest. The file at
-                `served_file`, if any, becomes `trainer/served.safetensors`.
+            state: state of the training loop. `step`, `settings` and `is_early` also go into the manifest. The file
+                whose path is in `served_file`, if any, becomes `trainer/served.safetensors`.
         """
         ...
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the `state` that `save_checkpoint` stored in it."""
+        """Load a checkpoint, and return the `state` that `save_checkpoint` stored in it."""
         ...
 
 
@@ -195,7 +198,7 @@ class TrainsAdapters(Protocol):
     """A training backend that can train only low-rank adapters (LoRA)."""
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return copies of the adapters in host memory, by name; empty if all weights are trained.
+        """Return copies of the adapters in host memory, by name, or empty if the backend trains all weights.
 
         Names are `<layer>.lora_A.weight` (rank, inputs) and `<layer>.lora_B.weight` (outputs, rank). B includes the
         adapter's scale, so B (A x) is added to the layer's output.
@@ -203,16 +206,16 @@ class TrainsAdapters(Protocol):
         ...
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the frozen weights that the adapters belong to, by Hugging Face name."""
+        """Return the frozen weights of the model, without the adapters, by Hugging Face name."""
         ...
 
 
 def adapters_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
-    """Return the adapters of a backend; empty if the backend does not train adapters."""
+    """Return the adapters of a backend, or empty if the backend does not train adapters."""
     return backend.get_adapters() if isinstance(backend, TrainsAdapters) else ImmediateTrainFuture({})
 
 
 def base_weights_of(backend: TrainingBackend) -> TrainFuture[dict[str, Tensor]]:
-    """Return the frozen weights that the adapters of a backend belong to."""
+    """Return the frozen weights of a backend that trains adapters, without the adapters."""
     assert isinstance(backend, TrainsAdapters), f"{type(backend).__name__} has no adapters"
     return backend.get_base_weights()

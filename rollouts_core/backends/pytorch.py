@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class PyTorchTrainingBackend:
-    """Trains a policy on one device; implements `TrainingBackend`.
+    """A `TrainingBackend` that trains a policy on one device.
 
     Args:
         reference: frozen copy of the start policy, for `score(reference=True)`.
@@ -102,7 +102,7 @@ class PyTorchTrainingBackend:
         )
         self._snapshot = HostSnapshot()
         self._copied = threading.Event()
-        """Set unless a save is copying weights and optimizer state, which must not change meanwhile."""
+        """Cleared while a save copies weights and optimizer state. Neither may change until it is set again."""
         self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
@@ -113,12 +113,12 @@ class PyTorchTrainingBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """The softmax includes only token ids below this number; None includes all token ids of the model."""
+        """The softmax includes only token ids below this number, or all token ids of the model if None."""
         return self.policy.num_tokens
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """The `sample_weights` of the start weights; empty without `with_start_sample`."""
+        """The result of `sample_weights` for the start weights, or empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
@@ -149,7 +149,7 @@ class PyTorchTrainingBackend:
         return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute token scores by policy or reference, without gradient and dropout; returns them on the CPU."""
+        """Compute token scores by policy or reference, without gradient and dropout, and return them on the CPU."""
         return future_from(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class PyTorchTrainingBackend:
         """Clip the gradient, update the weights, and advance the schedule.
 
         Raises:
-            NonFiniteError: the gradient is not finite. It is dropped, and the weights are unchanged.
+            NonFiniteError: the gradient is not finite. The gradient is dropped, and the weights are unchanged.
         """
         return future_from(self._optim_step)
 
@@ -175,20 +175,20 @@ class PyTorchTrainingBackend:
         return self._steps.take(before_change=self._copied.wait)
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return the weights by Hugging Face name; tied weights appear once. Weights with adapters are merged copies in
-        host memory. Other weights are views."""
+        """Return the weights by Hugging Face name, with tied weights only once. Weights with adapters are merged copies
+        in host memory. Other weights are views of the parameters."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def get_adapters(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return copies of the adapters in host memory, scaled for engines; empty if all weights are trained."""
+        """Return copies of the adapters in host memory, with the scale in B, or empty if all weights are trained."""
         return ImmediateTrainFuture({name: tensor.cpu() for name, tensor in scaled_adapters(self.model)})
 
     def get_base_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """Return the frozen weights that the adapters belong to."""
+        """Return the frozen weights of the model, without the adapters."""
         return ImmediateTrainFuture(base_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights and reset the adapters. The optimizer's state stays.
+        """Replace the weights and reset the adapters. The optimizer keeps its state.
 
         Raises:
             CheckpointError: names or shapes differ from those of the model. The weights are unchanged.
@@ -201,7 +201,7 @@ class PyTorchTrainingBackend:
         replace_weights(self.model, weights)
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the GPU memory that is cached but unused."""
+        """Free the GPU memory that torch caches but does not use."""
         return future_of(torch.cuda.empty_cache)  # does nothing without a GPU
 
     def save_model_config(self, path: Path) -> None:
@@ -211,8 +211,8 @@ class PyTorchTrainingBackend:
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a checkpoint that engines can load and that training can resume exactly.
 
-        A thread copies weights and optimizer state to host memory, then writes the copy. Meanwhile forward and backward
-        passes continue. Changes of the weights wait until they are copied.
+        A thread copies weights and optimizer state to host memory, then writes the copy. During the copy, forward and
+        backward passes continue, and updates of the weights wait.
         """
         assert self._saving.done(), "only one save at a time: wait for the result of the last save"
         self._steps.settle()
@@ -231,7 +231,7 @@ class PyTorchTrainingBackend:
         return saving
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint of this backend; returns the state of the training loop.
+        """Load a checkpoint of this backend, and return the state of the training loop.
 
         Raises:
             CheckpointError: the checkpoint is damaged, belongs to another model, or has no trainer state.
@@ -301,16 +301,9 @@ def create_pytorch_backend(
     """Create a backend with model, AdamW, learning-rate schedule and loss.
 
     Args:
-        num_steps: number of optimizer steps of the whole schedule.
-        policy: settings of precision, adapters and memory savings.
-        temperature: divisor of the logits: the sampling temperature of rollouts in RL, 1 in SFT.
-        with_entropies: compute entropies too.
-        with_values: train a value head.
-        with_reference: keep a copy of the start weights, for `score(reference=True)`.
-        within_tokenizer: exclude token ids that the tokenizer does not have from the softmax, as engines do in RL.
-        with_start_sample: keep a sample of the start weights, which only RL needs.
-        seed: seed of new adapters and dropout.
         device: device of the model. "" uses the first GPU, or the CPU on machines without GPUs.
+
+    The other arguments are those of `create_backend`.
     """
     seed_everything(seed)
     place = device or default_device()

@@ -35,10 +35,10 @@ _remembered = threading.local()
 
 @contextmanager
 def remembered(state: RandomState) -> Iterator[None]:
-    """Make this module's functions that read the random state return `state` in this thread, inside the `with` block.
+    """Inside the `with` block, make `get_random_tensors` and `get_random_values` return `state` in this thread.
 
-    A save in a thread thereby stores the state of an earlier moment. The libraries' own state is not changed, because
-    other threads may be drawing random numbers.
+    A checkpoint that a thread saves then contains the random state of an earlier moment. The libraries' own state stays
+    unchanged, because other threads may be drawing random numbers.
     """
     _remembered.state = state
     try:
@@ -62,8 +62,8 @@ def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
     """Return torch's random state for the CPU and every GPU, by name.
 
     Args:
-        own_gpu_only: include only the current GPU, under the name of the first GPU. Reading other GPUs would allocate
-            memory there.
+        own_gpu_only: include only the current GPU, under the name of the first GPU. Reading the state of another GPU
+            would allocate memory on that GPU.
     """
     if (state := _read_remembered()) is not None:
         return dict(state.tensors)
@@ -92,7 +92,7 @@ def _read_remembered() -> RandomState | None:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # Any: JSON
-    """Restore a random state from `get_random_tensors` and `get_random_values`. States of missing GPUs are skipped."""
+    """Restore the state from `get_random_tensors` and `get_random_values`. States of missing GPUs are skipped."""
     torch.set_rng_state(tensors[TORCH_KEY])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

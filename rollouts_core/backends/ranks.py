@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT = timedelta(days=30)
 """Timeout of a follower that waits for the leader, which may be generating, evaluating or writing. If the leader's
-process ends, its connections close, so followers notice this at once."""
+process ends, its connections close, and followers notice the end at once."""
 
 
 class LeaderGoneError(TrainingError):
@@ -47,11 +47,11 @@ class _Failure:
     sentence: str
     """Message with the number of the rank and its error."""
     is_of_input: bool
-    """True if the user must change something, so that the error becomes a ConfigError."""
+    """True if the user must change the input. Other ranks then raise ConfigError instead of TrainingError."""
 
 
 class Ranks:
-    """The rank of this process among the processes that torchrun started, with connections to the others.
+    """The rank of this process among the processes that torchrun started, with connections to the other ranks.
 
     Args:
         device: device of this process. "" uses the GPU of its local rank, or the CPU on machines without GPUs.
@@ -70,7 +70,8 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        # Objects are small and on the CPU, so they use gloo. Waiting in NCCL would occupy the GPU and time out.
+        # Ranks exchange small objects on the CPU, so this group uses gloo. A wait in NCCL would occupy the GPU and time
+        # out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
         self._types: list[type] = [_Failure]
         self.followers_wait = True
@@ -83,7 +84,8 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context for work that all ranks do together. All ranks leave it at its end, or all by NonFiniteError."""
+        """A context for work that all ranks do together. Either all ranks complete the work, or NonFiniteError ends the
+        work on all ranks."""
         self.followers_wait = False
         try:
             yield
@@ -108,7 +110,8 @@ class Ranks:
         return agreed
 
     def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: the leader's object
-        """Send one object from the leader to each rank; returns this rank's object. Only the leader passes `objects`.
+        """Send one object from the leader to each rank, and return this rank's object. Only the leader passes
+        `objects`.
 
         Raises:
             LeaderGoneError: raised on a follower if the leader ended without stopping it.
@@ -123,14 +126,14 @@ class Ranks:
             raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
 
     def gather(self, value: object) -> list[Any]:  # Any: the ranks' objects
-        """Exchange objects; returns the objects of all ranks, in order, on every rank."""
+        """Exchange objects, and return the objects of all ranks, in order, on every rank."""
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
 
     def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
         """Like `gather`, but if a rank failed, raise an error on every rank, so that no rank waits for the failed rank.
 
         Args:
-            error: the error of this rank; None if it did not fail.
+            error: the error of this rank, or None if this rank did not fail.
 
         Raises:
             ConfigError, TrainingError: another rank failed. The message names the rank and its error.
@@ -147,7 +150,7 @@ class Ranks:
         return gathered
 
     def allow(self, *types: type) -> None:
-        """Permit these types in received objects, besides tensors, numbers, strings and their containers."""
+        """Permit these types in received objects, besides tensors, numbers, strings and containers of these."""
         self._types.extend(types)
 
     def _unpack(self, content: Tensor) -> Any:  # Any: the sent object
@@ -201,8 +204,8 @@ def join_ranks(*, device: str = "") -> Iterator[Ranks]:
     """Connect to the other ranks for the duration of the `with` block.
 
     When the leader leaves the block, also by an error, `follow` returns on the followers. After an error inside
-    `working`, followers may still wait for other ranks; the launcher then ends them. If the leader's process ended, a
-    follower leaves the block without an error.
+    `working`, followers may still wait for other ranks. The launcher then ends the followers. If the leader's process
+    ended, a follower leaves the block without an error.
     """
     ranks = Ranks(device=device)
     try:

@@ -25,8 +25,8 @@ def create_sharded_policy(
 ) -> Policy:  # Any: the keywords of create_policy
     """Load a model as a policy that is sharded over all ranks. Every rank calls this function.
 
-    Layers gather their weights in the dtype of matrix products; other modules gather them in the dtype of the weights.
-    The computation equals that of one process under autocast, except that the weights of norms are rounded.
+    Layers gather their weights in the dtype of matrix products. Other modules gather their weights unrounded. Except
+    for the rounded weights of norms, the computation equals the computation of one process under autocast.
     """
     kernel = find_kernel(model, config, ranks.device.type)
     plain = config.model_copy(update={"compile": False, "attention": loaded_kernel(kernel)})
@@ -45,7 +45,7 @@ def create_sharded_policy(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=in_layers)
     _give_values(policy, source, ranks.device)
-    # The weights outside of layers stay gathered: they are needed first and last, and the head's weight also elsewhere.
+    # Weights outside of layers stay gathered: each pass needs them first and last, and scoring reads the head's weight.
     fully_shard(policy, mesh=mesh, mp_policy=outside, reshard_after_forward=False)
     [policy.mixes_samples, *_] = ranks.gather(source is not None and source.mixes_samples)  # rank 0 is the leader
     if source is not None:  # settings from the model's files also go into checkpoints
@@ -75,9 +75,9 @@ def _give_values(module: nn.Module, source: nn.Module | None, device: torch.devi
     """Replace parameters and buffers on the meta device with tensors on `device` that have the leader's values.
 
     Args:
-        source: the leader's module with values; None on other ranks.
+        source: the leader's module with values, or None on other ranks.
     """
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # so that modules continue to share parameters
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # lets modules share the new parameter as they shared the old one
     for owner_name, owner in module.named_modules():
         values = _own_tensors(source.get_submodule(owner_name)) if source else {}
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -98,7 +98,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _receive(like: Tensor, value: Tensor | None, device: torch.device) -> Tensor:
-    """Broadcast the leader's tensor; returns it on every rank. `value` is None on ranks other than the leader."""
+    """Broadcast the leader's tensor, and return it on every rank. `value` is None on ranks other than the leader."""
     whole = torch.empty(like.shape, dtype=like.dtype, device=device)
     if value is not None:
         whole.copy_(value)

@@ -18,7 +18,8 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors. Tensors that share memory also share it in the copy. The next call overwrites the copy."""
+        """Copy the tensors. Tensors that share memory share it in the copy too. The next call of `take` overwrites the
+        copy."""
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is None:
             return self._copy(tensors)
@@ -60,7 +61,7 @@ def _copy(source: Tensor, target: Tensor) -> Tensor:
     """Copy `source` into `target`.
 
     Copies on the CPU do not use torch, which would start OpenMP workers for this thread. With more workers than cores,
-    all workers, also those of the training, would sleep at every barrier as long as this thread lives.
+    every worker (of the training too) would sleep at each barrier until this thread ends.
     """
     if source.is_cuda or not source.is_contiguous():
         return target.copy_(source, non_blocking=True)

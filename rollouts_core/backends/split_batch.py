@@ -27,7 +27,7 @@ class Share:
     batch: TrainBatch
     """The rows of this rank, with the totals of the whole step, so that losses and metrics of all shares add up."""
     is_idle: bool
-    """True if the rank has no rows. Its single position has loss mask 0."""
+    """True if the rank has no rows. The share then has one position with loss mask 0."""
 
 
 def split_batch(batch: TrainBatch, num_ranks: int) -> list[Share]:

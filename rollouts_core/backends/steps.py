@@ -24,11 +24,12 @@ from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
-"""A function that every rank calls with its own list. It returns the lists of all ranks."""
+"""A function that every rank calls with its own list, and that returns the lists of all ranks."""
 
 
 class Step:
-    """The numbers (losses, metrics, gradient norm) of one optimizer step. They stay on the device until `read`."""
+    """The numbers (losses, metrics, gradient norm) of one optimizer step. The numbers stay on the device until
+    `read`."""
 
     def __init__(self) -> None:
         self._unread: list[LossMetrics | None] = []
@@ -44,7 +45,8 @@ class Step:
         return not self._unread and (self._outcome is not None or self._end is None)
 
     def add(self, metrics: LossMetrics | None) -> int:
-        """Add the metrics of a micro-batch (None if this rank has no rows of it); returns its index in the step."""
+        """Add the metrics of a micro-batch (None on a rank without rows), and return the micro-batch's index in the
+        step."""
         self._unread.append(metrics)
         return len(self._metrics) + len(self._unread) - 1
 
@@ -112,11 +114,11 @@ class OptimizerSteps:
 
     Args:
         device: device of the gradients and losses.
-        clip: clips the gradient; returns its norm before clipping, on the device.
+        clip: clips the gradient, and returns its norm before clipping, on the device.
         drop_gradient: discards the gradient of a step that ends early.
         gather: exchanges metrics between ranks.
         agree: sets a number on the device to its maximum over all ranks.
-        look_together: calls `look` on every rank; None with one rank.
+        look_together: calls `look` on every rank, or None with one rank.
     """
 
     def __init__(
@@ -144,10 +146,10 @@ class OptimizerSteps:
         self._taken: Step | None = None
 
     def add(self, metrics: LossMetrics | None) -> TrainFuture[Metrics]:
-        """Add the metrics of a micro-batch (None if this rank has no rows of it), before its backward pass.
+        """Add the metrics of a micro-batch (None on a rank without rows), before its backward pass.
 
         Raises:
-            NonFiniteError: the loss is not finite; only on devices whose numbers are read at once.
+            NonFiniteError: the loss is not finite. On other devices than the CPU, the future raises the error.
         """
         assert self._taken is None, "call `settle` before the next step"
         step = self._current
@@ -158,13 +160,14 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.metrics_of(place))
 
     def take(self, *, before_change: Callable[[], object] = lambda: None) -> TrainFuture[Metrics]:
-        """Clip the gradient and update the weights. Waits for the device only if the optimizer lacks `found_inf`.
+        """Clip the gradient and update the weights. Waits for the device only if the optimizer does not support
+        `found_inf`.
 
         Args:
             before_change: called before the weights change.
 
         Raises:
-            NonFiniteError: a number is not finite; only on devices whose numbers are read at once.
+            NonFiniteError: a number is not finite. On other devices than the CPU, the future raises the error.
         """
         step, self._current = self._current, Step()
         step.end(self._clip(), float(self.optimizer.param_groups[0]["lr"]))
@@ -183,12 +186,13 @@ class OptimizerSteps:
         return ImmediateTrainFuture(step.outcome())
 
     def settle(self) -> None:
-        """Wait until the result of the last step is known. Only one rank calls this."""
+        """Wait until the numbers of the last step are read. With several ranks, only the leader calls this."""
         if self._taken is not None:
             self._look_together()
 
     def look(self) -> None:
-        """Read the numbers of the taken step, or else of the current step. Count a good step; drop a bad gradient."""
+        """Read the numbers of the step that `take` ended, and count the step if they are finite. If `take` ended no
+        step, read the numbers of the current step, and drop its gradient if one is not finite."""
         step = self._taken or self._current
         step.read(self._gather, num_optim_steps=self.num_done)
         if step is self._taken:
@@ -210,7 +214,7 @@ class OptimizerSteps:
         return step.outcome()
 
     def _step_unless(self, is_nonfinite: Tensor) -> None:
-        """Update the weights. If `is_nonfinite` is 1, nothing changes. torch.amp.GradScaler uses the same mechanism."""
+        """Update the weights unless `is_nonfinite` is 1 on any rank. torch.amp.GradScaler uses the same mechanism."""
         self._agree(is_nonfinite)
         self.optimizer.found_inf = is_nonfinite  # type: ignore[attr-defined]  # torch sets it the same way
         try:

@@ -19,7 +19,8 @@ from rollouts_core.backends.key_handshake import ProofError, prove_as_asked, pro
 
 LOOPBACK = "127.0.0.1"
 MAX_UNPROVEN = 32
-"""Highest number of connections that have not proved the key yet. Further connections are closed at once."""
+"""Highest number of connections whose client has not proved knowledge of the key yet. Further connections are
+closed."""
 CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 16
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[None]:
-    """Forward connections that prove the key from `listener` to the store at this machine's loopback address.
+    """Forward connections at `listener` to the store at this machine's loopback address if the client proves the key.
 
     Args:
         listener: socket that listens at an address that the other machines can reach. This function closes it.
@@ -57,7 +58,7 @@ def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[
 
 @contextmanager
 def opened_tunnel(host: str, port: int, key: str) -> Iterator[int]:
-    """Listen at the loopback address, and forward connections to the gate at `host`; yields the listener's port."""
+    """Listen at the loopback address, forward connections to the gate at `host`, and yield the listener's port."""
 
     def accept(connection: socket.socket) -> None:
         _start(lambda each: _relay(each, (host, port), key), connection)
@@ -102,7 +103,7 @@ def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") ->
     """Connect to `target`, and copy bytes in both directions until one of the two connections ends.
 
     Args:
-        key: key to prove to the target first. If empty, there is no proof.
+        key: key whose knowledge is first proved to the target. If empty, the target needs no proof.
     """
     try:
         further = socket.create_connection(target, CONNECT_TIMEOUT_S)

@@ -4,7 +4,7 @@
     thread                                     +-> the whole step +-> copies            +-> ...
 
 A single thread does all work of a run. Several threads could change the model at the same time, and a forward pass
-without dropout would disable the dropout of a concurrent training step. Besides, OpenMP keeps workers for each thread.
+without dropout would disable the dropout of a concurrent training step. OpenMP would also keep workers for each thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RelayedFuture(Generic[T]):
 
 
 class ThreadedBackend:
-    """Runs all calls of a backend in one thread, in order; implements `TrainingBackend`.
+    """A `TrainingBackend` that runs all calls of another backend in one thread, in order.
 
     Args:
         backend: the backend to run. No other caller may use it.
@@ -86,22 +86,20 @@ class ThreadedBackend:
 
     @property
     def num_tokens(self) -> int | None:
-        """`num_tokens` of the backend; None if the backend has no such attribute."""
+        """`num_tokens` of the backend, or None if the backend has no such attribute."""
         return getattr(self._backend, "num_tokens", None)
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`start_sample` of the backend; empty if the backend has no such attribute."""
+        """`start_sample` of the backend, or empty if the backend has no such attribute."""
         return getattr(self._backend, "start_sample", {})
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices that share the rows of each micro-batch."""
         return self._backend.num_ranks
 
     @property
     def weight_version(self) -> int:
-        """Number of optimizer steps so far."""
         return self._backend.weight_version
 
     @property
@@ -110,44 +108,34 @@ class ThreadedBackend:
         return self._backend
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the gradient of a micro-batch to the current step."""
         return self._relay(lambda: self._backend.forward_backward(batch))
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
-        """Compute the token scores of a batch by the policy or the reference."""
         return self._relay(lambda: self._backend.score(batch, reference=reference))
 
     def optim_step(self) -> TrainFuture[Metrics]:
-        """Clip the gradient, update the weights, and advance the schedule."""
         return self._relay(self._backend.optim_step)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the weights by Hugging Face name."""
         return self._relay(self._backend.get_weights)
 
     def get_adapters(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the adapters, scaled for engines; empty if the backend does not train adapters."""
         return self._relay(lambda: adapters_of(self._backend))
 
     def get_base_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Return the frozen weights that the adapters belong to."""
         return self._relay(lambda: base_weights_of(self._backend))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace the weights. The optimizer's state stays."""
         return self._relay(lambda: self._backend.load_weights(weights))
 
     def release_cache(self) -> TrainFuture[None]:
-        """Free the device memory that is cached but unused."""
         return self._relay(self._backend.release_cache)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
-        """Write a checkpoint of the current state. Training may continue while it is written."""
         as_it_is = dict(state)
         return self._relay(lambda: self._backend.save_checkpoint(path, as_it_is))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
-        """Load a checkpoint; returns the state of the training loop."""
         return self._relay(lambda: self._backend.load_checkpoint(path))
 
     def _relay(self, ask: Callable[[], TrainFuture[T]]) -> RelayedFuture[T]:

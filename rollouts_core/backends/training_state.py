@@ -1,4 +1,5 @@
-"""Write and read the files of a training checkpoint. Their content does not depend on the number of processes.
+"""Write and read the files of a training checkpoint. The content of the files does not depend on the number of
+processes.
 
 Not here: the checkpoint's directory and manifest (`checkpoint.py`).
 
@@ -70,7 +71,7 @@ class SavedTraining:
 
 
 class SavesPretrained(Protocol):
-    """An object that writes a model's Hugging Face files: a transformers model, or a stand-in for one."""
+    """An object that writes a model's Hugging Face files: a transformers model, or `jax.ModelFiles`."""
 
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
         """Write config.json, and the weights in `state_dict`."""
@@ -78,7 +79,7 @@ class SavesPretrained(Protocol):
 
 
 def write_model_config(path: Path, model: PreTrainedModel) -> None:
-    """Write the configuration files that `save_pretrained` would write, without weights."""
+    """Write the config.json that `save_pretrained` would write."""
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class of a sharded model
     config.to_json_file(path)
@@ -137,7 +138,7 @@ def write_training_checkpoint(
         if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
             assert isinstance(model, PreTrainedModel), "only transformers models have adapters"
             write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
-        # safetensors creates files that only their owner can read. They get the mode of the other files.
+        # safetensors creates files that only their owner can read. Give these files the mode of the other files.
         usual = stat.S_IMODE((directory / TRAINER_STATE).stat().st_mode)
         for weights in directory.rglob("*.safetensors"):
             weights.chmod(usual)
@@ -196,7 +197,7 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
 def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     """Read the weights in a checkpoint's Hugging Face files, by their names in `model`. Tied weights appear once.
 
-    The model's own class reads the weights, because some classes save weights in another form than they have in memory.
+    The model's own class reads the weights, because some classes save weights in another form than they keep in memory.
     Code inside the checkpoint is not run.
 
     Raises:

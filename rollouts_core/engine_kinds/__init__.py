@@ -1,4 +1,4 @@
-"""The kinds of inference servers: each kind has one file in this folder and one row in `ENGINES`.
+"""The kinds of inference servers: each kind has one file in this folder and one entry in `ENGINES`.
 
 To add a kind, copy vllm.py and write its client as in engines/vllm.py. This folder must not import torch, so it
 contains only the names of the clients. Not here: the clients (engines/client.py), starting servers (engines/launch.py).
@@ -20,7 +20,7 @@ ENGINES: MutableMapping[str, EngineSpec] = {
     "sglang": SGLANG,
     "vllm": VLLM,
 }
-"""The engines by their values of `rollout.engine.kind`."""
+"""Value of `rollout.engine.kind` -> the kind's `EngineSpec`, without "auto"."""
 ENGINE_CHOICES: Mapping[str, EngineSpec] = ChainMap({CHOSEN_ON_NODE: AUTO}, ENGINES)
 """All values of `rollout.engine.kind`: the engines, and "auto", which the run replaces by one of the engines."""
 

@@ -1,7 +1,7 @@
 """`rollout.engine.kind = "auto"`: one engine for machines with GPUs, another for machines without GPUs.
 
-Until the run has chosen an engine on its node, the settings are checked as for the engine for GPUs. Not here: the
-choice (tasks/engine_choice.py).
+Until the run has chosen an engine on its node, checks of settings assume the engine for GPUs. Not here: the choice
+(tasks/engine_choice.py).
 """
 
 from __future__ import annotations
@@ -14,4 +14,4 @@ CHOSEN_ON_NODE = "auto"
 """The value of `rollout.engine.kind` until the run has chosen an engine."""
 FOR_GPUS, WITHOUT_GPUS = "sglang", "embedded"
 AUTO = replace(SGLANG, title="the engine that auto chooses", transfers=("auto",))
-"""The record of "auto" until the run has chosen an engine. Its ways of sending weights work with both engines."""
+"""The `EngineSpec` of "auto" until the run has chosen an engine. Its only weight transfer works with both engines."""

@@ -1,4 +1,4 @@
-"""The record of this project's own engine, which serves small models on a CPU through SGLang's API."""
+"""The `EngineSpec` of this project's own engine, which serves small models on a CPU through SGLang's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of SGLang: its command line, requirements and properties."""
+"""The `EngineSpec` of SGLang: its command line, requirements and properties."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ for file in models.rglob("*.py"):
     for entry in re.findall(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", file.read_text(encoding="utf-8"), re.M):
         print("\n".join(re.findall(r"\w+", entry)))
 """
-"""Program that reads SGLang's model modules as text. An import of the modules takes a minute and fails on unsupported
+"""Program that reads SGLang's model modules as text. Importing the modules would take a minute and fail on unsupported
 GPUs."""
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
-    """The command of SGLang's server."""
+    """The interpreter's arguments that start SGLang's server, and environment variables."""
     num_running = job.deployment.max_running_requests
     arguments = [
         *("-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)),
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
         *(["--context-length", str(job.context_length)] if job.context_length else []),
         *("--max-running-requests", str(num_running), "--tp-size", num_gpus_per_engine(job)),
-        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # RL sends ids
+        *(_render_name(job.served_name) if job.served_name else ["--skip-tokenizer-init"]),  # RL sends token ids
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
@@ -60,7 +60,7 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
 
 
 def _render_name(name: str) -> list[str]:
-    """The arguments for a server that users query. SGLang finds the parsers by the chat template."""
+    """The arguments for a server that users query. For "auto", SGLang chooses the parser by the chat template."""
     return ["--served-model-name", name, "--tool-call-parser", "auto", "--reasoning-parser", "auto"]
 
 
@@ -95,7 +95,7 @@ SGLANG = EngineSpec(
     title="SGLang",
     client="rollouts_core.engines.sglang:SGLangEngine",
     probe=("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}),
-    resume_paths=("/continue_generation",),  # SGLang crashes at a request while its memory is free
+    resume_paths=("/continue_generation",),  # a request while its memory is released would crash SGLang
     transfers=("auto", "gloo", "nccl", "tensors"),
     reserved_tokens=2,
     package="sglang",

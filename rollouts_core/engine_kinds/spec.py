@@ -1,4 +1,4 @@
-"""The record of a kind of inference server, with the facts that configuration, checks, tasks and the trainer need.
+"""`EngineSpec`: facts about a kind of inference server that configuration, checks, tasks and the trainer need.
 
 Not here: the kinds themselves (the other modules of this folder).
 """
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 AdapterForm = Literal["", "beside", "folder"]
-"""How an engine takes adapters: as tensors beside the weights, or as a folder that requests name. If empty, the engine
-takes only merged weights."""
+"""How an engine takes adapters: "beside" as tensors in addition to the weights, "folder" as a folder that requests
+name, "" only merged into the weights."""
 LLAMA_LIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose only linear layers are in attention and in one feed-forward part."""
+"""Architectures in which each block has linear layers only in attention and in one feed-forward part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ScoringAPI:
     read: Callable[[Any], list[list[float]]]
     """Reads the scores of each conversation from the server's answer."""
     num_reserved: int
-    """Tokens of the server's context that a conversation cannot use."""
+    """Number of tokens of the server's context that a conversation cannot use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,26 +98,26 @@ class EngineSpec:
     """Tokens of the context that prompt and completion must leave free. With fewer free tokens, the embedded engine
     refuses the prompt, and SGLang ends the completion early."""
     package: str = ""
-    """The package that must be installed for the engine; empty for the engine of this project."""
+    """The package that must be installed for the engine, or empty for the engine of this project."""
     cuda_build: EngineBuild | None = None
-    """The build that a run installs on a machine with GPUs; None if the run installs nothing there."""
+    """The build that a run installs on a machine with GPUs, or None if the run installs nothing there."""
     cpu_build: EngineBuild | None = None
-    """The build that a run installs on a machine without GPUs; None if the run installs nothing there."""
+    """The build that a run installs on a machine without GPUs, or None if the run installs nothing there."""
     list_architectures: str = ""
     """Program for the engine's interpreter that prints the supported model architectures, one per line."""
     render: RenderFn | None = None
-    """Writes the arguments for the engine's interpreter; None for the engine of this project."""
+    """Writes the arguments for the engine's interpreter, or None for the engine of this project."""
     render_key: Callable[[str, Path], LaunchPart] | None = None
     """(API key, private folder) -> a further part of the command, which makes the server require the API key."""
     max_temperature: float = math.inf
     """Highest temperature that the engine accepts in requests."""
     memory_argument: str = ""
-    """The argument of the engine's command line that sets the engine's share of a GPU's memory."""
+    """Name of the command-line argument that sets the engine's share of a GPU's memory."""
     can_continue: bool = True
     """Whether the engine continues running requests after a weight update, and reports which weights sampled each
     token."""
     has_router: bool = True
-    """Whether sglang-router can distribute requests among such engines."""
+    """Whether sglang-router can distribute requests among engines of this kind."""
     is_local_only: bool = False
     """Whether the engine must listen only on its own machine, because no API key protects its endpoints that run
     code."""
@@ -126,19 +126,18 @@ class EngineSpec:
     nccl_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that make NCCL in the trainer share memory in this engine's way."""
     scoring: ScoringAPI | None = None
-    """The engine's API for reward models; None if it serves no reward models."""
+    """The engine's API for reward models, or None if it serves no reward models."""
     adapter_form: AdapterForm = ""
-    """The form in which the engine takes adapters; empty if it takes none."""
+    """The form in which the engine takes adapters, or empty if it takes only merged weights."""
     adapter_ranks: tuple[int, ...] = ()
-    """Values of the engine's argument for the highest rank of adapters; empty if the engine needs no argument."""
+    """Values to pass as the engine's highest adapter rank, or empty if the engine has no argument for this rank."""
     adapts_on_cpu: bool = True
-    """Whether the engine takes adapters on a machine without a GPU; if False, the engine gets merged weights there."""
+    """Whether the engine takes adapters on a machine without a GPU, or gets merged weights on such a machine."""
     adapted_architectures: tuple[str, ...] = ()
-    """Architectures whose adapters the engine is known to take for all layers; empty for all architectures."""
+    """Architectures whose adapters the engine is known to take for all layers, or empty for all architectures."""
 
     def rank_of_slots(self, rank: int) -> int:
-        """The smallest of `adapter_ranks` that adapters of a rank fit; 0 without adapters, or if all values are too
-        small."""
+        """The smallest of `adapter_ranks` that is at least `rank`, or 0 if `rank` is 0 or larger than all of them."""
         return min((each for each in self.adapter_ranks if each >= rank > 0), default=0)
 
     @property
@@ -148,7 +147,7 @@ class EngineSpec:
 
 
 def read_scores(value: Any) -> list[float]:  # Any: JSON
-    """The scores of one conversation. If each token has scores, the last token's scores are returned."""
+    """Read the scores of one conversation from JSON. If each token has scores, return the last token's scores."""
     if isinstance(value, list) and value and isinstance(value[-1], list):
         return read_scores(value[-1])
     scores = value if isinstance(value, list) else [value]
@@ -163,6 +162,6 @@ def num_gpus_per_engine(job: ServeJob) -> str:
 
 
 def memory_share(job: ServeJob, argument: str) -> list[str]:
-    """The argument for the engine's share of a GPU's memory; [] for the engine's own default."""
+    """The argument for the engine's share of a GPU's memory, or [] to use the engine's default."""
     share = job.deployment.engine_memory_share
     return [argument, f"{share:g}"] if share else []

@@ -1,4 +1,4 @@
-"""The record of vLLM, which runs with this project's extensions (engines/in_vllm)."""
+"""The `EngineSpec` of vLLM, which runs with this project's extensions (engines/in_vllm)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PARTS = Path(__file__).parents[1] / "engines/in_vllm"
 """Folder from which vLLM imports `WORKER_EXTENSION` and `GATE`."""
 RECEIVER = "rollouts_receiver.WeightReceiver"
-"""This project's extension of vLLM's workers."""
+"""This project's extension of vLLM's workers, which receives weights."""
 GATE = "rollouts_gate.Gate"
 """This project's middleware for vLLM's server. vLLM's own API key does not protect the development endpoints."""
 LOGPROBS_MODE = "processed_logprobs"
@@ -37,7 +37,7 @@ CPU_CACHE_GIB = 1
 
 
 def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
-    """The command of vLLM's server."""
+    """The interpreter's arguments that start vLLM's server, and environment variables."""
     arguments = [
         *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
         *("--host", job.host, "--port", str(job.port), "--dtype", dtype),

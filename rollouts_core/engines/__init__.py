@@ -1,4 +1,5 @@
-"""Clients of inference engines. They request completions, deliver new weights, and never sample from old weights.
+"""Clients of inference engines. The clients request completions, deliver new weights, and never return completions from
+old weights.
 
 Not here: the embedded server itself (embedded/), the choice of the completions to request (rollout/generate.py).
 """

@@ -1,4 +1,4 @@
-"""Decide whether adapters reach the engines as adapters, and remember where the frozen weights were published.
+"""Decide whether engines get adapters unmerged, and remember where the frozen weights were published.
 
 Not here: publishing (weight_sync.py), asking an engine which adapters it takes (sglang.py, vllm.py).
 
@@ -39,11 +39,11 @@ class AdaptedWeights:
     """One published version: a folder of adapters, and the directory of the frozen weights."""
 
     version: str
-    """The version, which is also the name of the adapter in requests."""
+    """Name of the version. Requests name the adapter by it."""
     folder: Path
-    """The adapters in PEFT's form."""
+    """Folder of the adapters in PEFT's format."""
     adapters: Mapping[str, Tensor]
-    """The tensors of the same adapters in host memory."""
+    """The tensors of the adapters in host memory."""
     model_dir: Path
     """The directory of the frozen weights."""
     base_version: str
@@ -56,7 +56,7 @@ class AdaptedWeights:
 
 
 def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
-    """Write published adapters in PEFT's form. The matrices B contain the scale, so alpha is the rank."""
+    """Write published adapters in PEFT's form. The matrices B contain the scale, so the settings have alpha = rank."""
     rank = largest_rank(adapters)
     settings = {
         "peft_type": "LORA",
@@ -74,16 +74,16 @@ def write_scaled_folder(folder: Path, adapters: Mapping[str, Tensor]) -> None:
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """An engine that may take adapters without merging."""
+    """An engine that may take adapters without merging them into the weights."""
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if the server takes none or is
+        """The form in which the server takes adapters of this rank, or empty if the server takes none or is
         unreachable."""
         ...
 
 
 async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
-    """The form in which all engines take adapters of this rank; empty if an engine takes none, or the engines
+    """The form in which all engines take adapters of this rank, or empty if an engine takes none, or the engines
     differ."""
     known = [engine for engine in engines if isinstance(engine, TakesAdapters)]
     forms = set(await gather([partial(engine.adapter_form, rank) for engine in known]))
@@ -92,13 +92,13 @@ async def common_form(engines: Sequence[object], rank: int) -> AdapterForm:
 
 @dataclass(slots=True, kw_only=True)
 class PublishedBase:
-    """Place of the frozen weights below the published adapters."""
+    """Remembers where the frozen weights of the published adapters were published."""
 
     place: object = None
-    """Equal for publications that can share the frozen weights; None if the next publication must include these
-    weights."""
+    """Identifies the published copy of the frozen weights, for example by its path, or None if the next publication of
+    adapters must include the frozen weights."""
     form: AdapterForm | None = None
-    """The form of the last publication of adapters; None before the first."""
+    """The form in which adapters were last published, or None before the first publication."""
 
     def note_form(self, form: AdapterForm, *, num_bytes: int) -> None:
         """Log the form in which adapters are sent, at the first publication and after each change."""

@@ -1,9 +1,9 @@
 """Verify an engine's weights by its log-probs, if it has no comparable checksums.
 
 The engine samples a few tokens with the settings of RL, and the trainer computes their log-probs under the published
-weights. Both are log-probs of the same distribution, so the two differ only by the rounding of the number format: 1e-5
-nats in float32, about 0.02 nats in bfloat16. An engine with a stale output head, another temperature or another rotary
-embedding differs by more than a nat. checksums.py decides which tensors can be compared.
+weights. Engine and trainer compute log-probs of the same distribution, which differ only by the rounding of the number
+format: 1e-5 nats in float32, about 0.02 nats in bfloat16. An engine with a stale output head, another temperature or
+another rotary embedding differs by more than a nat. checksums.py decides which tensors can be compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollouts_core.backends.protocol import TrainingBackend
 
 PROMPT_TOKENS = list(range(2, 10))
-"""Token ids of the canary's prompt. Every model has these ids; the text does not matter."""
+"""Token ids of the canary's prompt. Every model has these ids, and their text does not matter."""
 NUM_COMPLETIONS = 4
 NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
 """Number of tokens of each completion, which is 16."""
@@ -42,41 +42,41 @@ MAX_GAP_NATS = 0.1
 
 CompleteFn = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
 ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
-"""Log-probs of the completion tokens of samples, nats, under the published weights."""
+"""Computes the log-probs of the completion tokens of samples under the published weights, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The settings of the canary's requests, and the function that computes the right log-probs of their
+    """The settings of the canary's requests, and the function that computes the expected log-probs of the
     completions."""
 
     temperature: float
     """The rollouts' temperature, so that an engine that ignores the temperature is detected too."""
     score: ScoreFn
-    """Computes the right log-probs of the engine's completions."""
+    """Computes the expected log-probs of the engine's completions."""
     num_tokens: int | None = None
-    """Token ids from this number on are left out of the distribution; None leaves nothing out."""
+    """The distribution includes only token ids below this number, or all token ids if None."""
 
 
 def backend_canary(
     backend: TrainingBackend, weights: Path | SentWeights | AdaptedWeights, *, temperature: float
 ) -> Canary:
-    """A canary whose log-probs come from a backend. The backend is used only while it keeps its weights and is not
-    training.
+    """A canary whose log-probs come from a backend. The backend computes them only while it has the published weights
+    and is not training.
 
     Args:
-        weights: the published form of these weights. If the backend has trained since, a model with these weights
-            computes the log-probs instead.
+        weights: the published weights. If the backend is busy or has trained since, a model with these weights computes
+            the log-probs instead.
         temperature: the backend's temperature.
     """
     published = backend.weight_version
-    num_tokens = getattr(backend, "num_tokens", None)  # other backends may lack this attribute
+    num_tokens = getattr(backend, "num_tokens", None)  # `TrainingBackend` does not require this attribute
     of_published = published_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         is_busy = isinstance(backend, ThreadedBackend) and backend.is_busy
         if not is_busy and backend.weight_version == published:
-            rows = [samples] * backend.num_ranks  # every rank takes part
+            rows = [samples] * backend.num_ranks  # one copy of the row per rank, because every rank takes part
             scores = await backend.score(build_batch(rows, pad_id=0)).result()
             if backend.weight_version == published:  # the backend may have begun to train before it scored
                 layouts = [place_samples(row) for row in rows]
@@ -133,10 +133,10 @@ def canary_requests(temperature: float, num_tokens: int | None = None) -> list[G
 
 
 async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
-    """The mean gap between an engine's log-probs and the right log-probs, in nats.
+    """The mean gap between an engine's log-probs and the expected log-probs, in nats.
 
     Raises:
-        WeightSyncError: the gap is larger than number formats explain.
+        WeightSyncError: the gap is larger than a difference of number formats explains.
         EngineUnavailableError: another call interrupted the canary's requests, and a retry may work.
     """
     completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
@@ -170,7 +170,7 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
 
 
 def _cut_before_foreign(completions: Sequence[Completion], num_tokens: int | None) -> list[Completion]:
-    """The completions up to their first token that the engine should have left out; empty completions are dropped."""
+    """Cut each completion before its first token id of `num_tokens` or above, and drop empty completions."""
     if num_tokens is None:
         return list(completions)
     cut = []

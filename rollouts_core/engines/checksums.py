@@ -32,13 +32,13 @@ FUSED = {
 }
 """Projections that SGLang and vLLM store as one matrix, in the order of the matrix's rows."""
 EMPTY_DIGEST = tensor_sha256(torch.empty(0))
-"""The checksum of a tensor without bytes. vLLM moves the bytes of packed weights on a CPU elsewhere."""
+"""The checksum of a tensor without bytes. vLLM on a CPU moves the bytes of packed weights out of the tensor."""
 SHORT_DIGEST_LENGTH = 16
 """Number of hexadecimal digits in a checksum from SGLang, which reports only the first 8 of 32 bytes."""
 VOCABULARY_PADDING = 64
 """SGLang and vLLM pad the rows of embedding and head with zeros to a multiple of this number."""
 PIECE_LENGTH = 2**16
-"""How many numbers of a tensor are compared to detect a change. A training step changes some of so many numbers."""
+"""Number of compared elements per tensor, to detect a change. A training step changes some of so many elements."""
 SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
@@ -49,7 +49,7 @@ GPT2_MATRIX = re.compile(r"\.c_(attn|proj|fc)\.weight$")
 HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
 """Models for which vLLM uses the embedding as head, so they have no separate head that could be outdated."""
 COPY_MARK = "-untied-"
-"""Part of the name of a temporary copy of a model with a separate head. Such a copy exists for one load."""
+"""Part of the name of a temporary copy of a model with a separate head. The copy exists only during one load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,12 @@ class HeldTensors:
     """A server's report about the tensors that it holds."""
 
     digests: Mapping[str, str]
-    """Checksums by tensor name; empty for servers with several ranks, because each rank holds parts of tensors."""
+    """Checksums by tensor name, or empty for servers with several ranks, because each rank holds parts of tensors."""
     dtype: torch.dtype | None
-    """Number format of the tensors with checksums; None if this process cannot compute such checksums."""
+    """Number format of the tensors with checksums, or None if this process cannot compute the server's checksums."""
     kept_in: torch.dtype | None = None
-    """Number format in which the server stores tensors, if it rounds the published tensors only to this format."""
+    """Number format in which the server stores tensors, or None if it may change tensors by more than rounding to a
+    format."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
@@ -85,13 +86,14 @@ def vocabulary_size(directory: Path) -> int:
 
 
 def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """A model's settings. A model of several parts gives its language model's settings with the whole model's type."""
+    """A model's settings. For a model of several parts, the result is its language model's settings with the whole
+    model's type."""
     text = config.get("text_config") or {}
     return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether vLLM uses the token embedding as the model's output head; False for a model without a head."""
+    """Whether vLLM uses the token embedding as the model's output head. False for a model without a head."""
     from rollouts_core.model.loading import find_settings  # imports transformers
 
     said = read_config(directory)
@@ -103,9 +105,9 @@ def is_tied(directory: Path) -> bool:
 
 
 def can_be_untied(directory: Path) -> bool:
-    """Whether a separate head can be written for a model; False if its embedding has another name."""
+    """Whether a separate head can be written for a model: its embedding must be called `EMBEDDING`."""
     names = read_folder(directory).tensors
-    return not names or HEAD in names or EMBEDDING in names  # files without names are reported when they are loaded
+    return not names or HEAD in names or EMBEDDING in names  # a later load reports unreadable files
 
 
 def check_can_be_untied(directory: Path) -> None:
@@ -223,7 +225,7 @@ def prefix_of_copies(directory: Path) -> str:
 
 
 def version_of_copy(path: Path) -> str:
-    """The name of the directory of which `path` is a temporary copy; empty if `path` is not a copy."""
+    """The name of the directory of which `path` is a temporary copy, or empty if `path` is not a copy."""
     return path.name[1:].rpartition(COPY_MARK)[0] if path.name.startswith(".") else ""
 
 
@@ -241,7 +243,7 @@ def write_untied(directory: Path, target: Path) -> None:
         if file.is_file() and file.name not in written:
             _link(target / file.name, file)
     if (directory / SINGLE_FILE).exists():
-        # The file gets another name, because readers ignore the index if they find a file of the usual name.
+        # The link gets another name than `SINGLE_FILE`, because readers ignore the index if `SINGLE_FILE` exists.
         weight_map = dict.fromkeys(tensors, BODY_FILE)
         _link(target / BODY_FILE, directory / SINGLE_FILE)
     else:
@@ -261,7 +263,7 @@ def _link(link: Path, file: Path) -> None:
 
 
 def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:
-    """The tensors, with the parts of `FUSED` joined if the server has them joined."""
+    """Join the parts of each projection in `FUSED` that the server stores as one matrix, and return all tensors."""
     joined = dict(tensors)
     for name in served:
         for whole, parts in FUSED.items():
@@ -273,7 +275,7 @@ def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, T
 
 
 def _sources_of(name: str, published: Collection[str]) -> list[str]:
-    """The published tensors of which a server's tensor consists; empty if unknown."""
+    """The published tensors of which a server's tensor consists, or empty if unknown."""
     if name in published:
         return [name]
     if name == HEAD and EMBEDDING in published:

@@ -80,7 +80,7 @@ async def started_engines(
     """A pool of engines with the weights of a checkpoint: one engine per set of GPUs, or one engine on a CPU.
 
     Args:
-        directory: run directory of the job; gets the engines' logs, `engine-0.txt` and so on.
+        directory: run directory of the job, in which the engines' logs are written: `engine-0.txt` and so on.
         max_tokens: highest number of tokens of a prompt with its completion.
 
     Raises:
@@ -118,8 +118,8 @@ def start_engine(
     *,
     max_tokens: int,
 ) -> ChildEngine:
-    """Start one engine without waiting for its answer. Call this in the main thread: the engine ends with that
-    thread."""
+    """Start one engine without waiting for its answer. Call this in the main thread, because the engine ends with the
+    thread that started it."""
     with bind_port(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     job = ServeJob(
@@ -138,7 +138,8 @@ def start_child(job: ServeJob, directory: RunDirectory, log: Path) -> ChildEngin
     """Start the engine of a job without waiting for its answer. Call this in the main thread, as `start_engine`.
 
     Args:
-        directory: folder for the engine's own files while it runs. Files that an earlier engine left there are removed.
+        directory: folder for the engine's own files while it runs. Files that an earlier engine left in this folder are
+            removed.
     """
     shutil.rmtree(directory.root, ignore_errors=True)  # a killed process may leave files
     directory.root.mkdir(parents=True)
@@ -194,7 +195,7 @@ def stop_engines(children: list[ChildEngine]) -> None:
 
 
 def explain_end(child: ChildEngine) -> ConfigError | EngineError:
-    """Describe an engine that ended unexpectedly."""
+    """Create the error that says why an engine ended unexpectedly."""
     events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
     if refused := [event["message"] for event in events if event["event"] == "failed"]:
         return ConfigError(refused[-1])
@@ -208,7 +209,7 @@ def explain_end(child: ChildEngine) -> ConfigError | EngineError:
 
 
 def last_lines(child: ChildEngine, number: int = 0) -> list[str]:
-    """The last lines that the engine printed; a count of 0 gives all lines within `TAIL_BYTES`."""
+    """The last `number` lines that the engine printed, or all lines within `TAIL_BYTES` if `number` is 0."""
     with child.log.open("rb") as log:
         log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))
         return log.read().decode(errors="replace").splitlines()[-number:]

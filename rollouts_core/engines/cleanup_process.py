@@ -67,7 +67,7 @@ def mapped_by(processes: list[Path]) -> set[int]:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of /proc; empty if the process has ended, or belongs to another user."""
+    """The content of a file of /proc, or empty if the process has ended, or belongs to another user."""
     try:
         return path.read_bytes()
     except OSError:
@@ -75,10 +75,10 @@ def read(path: Path) -> bytes:
 
 
 def find_left_behind(inodes: set[int], began: float) -> list[Path]:
-    """The files in shared memory with these inodes that the engine created.
+    """The files in shared memory with the inodes `inodes` that the engine created.
 
     Args:
-        began: a time before the engine's start; older files belong to other programs.
+        began: a time before the engine's start. Files that are older belong to other programs.
     """
     found = []
     for path in SHARED_MEMORY.iterdir():
@@ -113,9 +113,9 @@ def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
 
 
 if __name__ == "__main__":
-    started = time.time() - 0.1  # an earlier time, because file times are coarser
+    started = time.time() - 0.1  # slightly earlier, because file times are coarser
     if os.fork():
-        os._exit(0)  # orphans the grandchild: the engine ends its children first
+        os._exit(0)  # the forked process is then not a child of the engine, which ends its children early
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sweep(sys.argv[1], 0, started)

@@ -43,7 +43,7 @@ class EngineClient(ClosedOnExit):
             servers compile kernels then.
         model_dir: the model that the server must serve. Token ids and shapes are checked against this model. The
             model's settings name the tokens that end completions, besides a request's stop tokens.
-        api_key: sent with every request as `Authorization: Bearer KEY`; if empty, no key is sent.
+        api_key: sent with every request as `Authorization: Bearer KEY`, unless it is empty.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EngineClient(ClosedOnExit):
             model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
-        """Tokens that end completions, besides a request's stop tokens; empty without `model_dir`."""
+        """Tokens that end completions, besides a request's stop tokens, or empty without `model_dir`."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class EngineClient(ClosedOnExit):
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids of the served model; None if unknown."""
+        """Number of token ids of the served model, or None if unknown."""
         return self._keeper.vocab_size
 
     @property
@@ -112,11 +112,11 @@ class EngineClient(ClosedOnExit):
         return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
-        """Load published weights; returns when the server is verified to serve these weights.
+        """Load published weights, and return when the server is verified to serve these weights.
 
         Args:
             weights: a directory, segments that the server can map, or weights to send.
-            canary: verifies tensors without comparable checksums; by default a forward pass of the published model.
+            canary: verifies tensors without comparable checksums. The default is a forward pass of the published model.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.
@@ -134,7 +134,8 @@ class EngineClient(ClosedOnExit):
         await self._keeper.release_memory()
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again, unless the server was restarted meanwhile. Weights must be loaded next.
+        """Allocate the GPU's memory again, unless the server was restarted meanwhile. The caller must load weights
+        next.
 
         Raises:
             EngineUnavailableError: the server vanished and did not return.
@@ -174,15 +175,15 @@ class EngineClient(ClosedOnExit):
         """Close the connections."""
         await self._connection.aclose()
 
-    # The methods below make one attempt each, with any weights on the server.
+    # Each method below makes one attempt, whichever weights the server has.
 
     @abstractmethod
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Request completions once."""
+        """Request completions, without a retry."""
 
     @abstractmethod
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Request log-probs of given tokens once."""
+        """Request log-probs of given tokens, without a retry."""
 
     @abstractmethod
     async def weight_version(self) -> str:
@@ -202,19 +203,20 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def hand_over(self) -> None:
-        """Free weights and cache once, while no request is running. Raises EngineError if nothing can be freed."""
+        """Free weights and cache, while no request is running, without a retry. Raises EngineError if nothing can be
+        freed."""
 
     @abstractmethod
     async def take_back(self) -> None:
-        """Allocate weights and cache once, after `hand_over`."""
+        """Allocate the memory of weights and cache again, after `hand_over`."""
 
     @abstractmethod
     async def end_running(self) -> None:
-        """Tell the server once to end all requests with the tokens sampled so far."""
+        """Tell the server to end all requests with the tokens sampled so far, without a retry."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop generating once. Requests stay, but the server drops their cache from the old weights.
+        """Let the server stop generating. Requests keep their tokens, but lose their cache from the old weights.
 
         Raises:
             EngineError: this kind of server cannot continue requests with new weights.
@@ -222,11 +224,11 @@ class EngineClient(ClosedOnExit):
 
     @abstractmethod
     async def end_pause(self) -> None:
-        """Tell a paused server once to generate again; does nothing if the server is not paused."""
+        """Tell a paused server to generate again, without a retry. Does nothing if the server is not paused."""
 
     @abstractmethod
     async def show_life(self) -> None:
-        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
+        """Return when the server's scheduler has answered a liveness probe. A paused server answers too."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the `tensor_digest` of every served tensor.

@@ -26,7 +26,8 @@ from rollouts_core.system.concurrency import gather
 async def memory_handed_over(
     backend: TrainingBackend, engines: Sequence[InferenceEngine], *, is_colocated: bool
 ) -> AsyncIterator[None]:
-    """Let the engines release their memory during the block; load weights afterwards. Does nothing for separate GPUs.
+    """Let the engines release their memory during the block, if `is_colocated`. Afterwards the caller must load
+    weights.
 
     Raises:
         EngineError: an engine cannot release memory, or did not allocate its memory again.
@@ -38,7 +39,7 @@ async def memory_handed_over(
     try:
         yield
     except BaseException:
-        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next caller expects awake engines
+        with anyio.CancelScope(shield=True), suppress(EngineError):  # the next caller expects engines with memory
             await _take_back(backend, engines)
         raise
     await _take_back(backend, engines)

@@ -36,7 +36,7 @@ class GenerationRequest:
     prompt_tokens: list[int]
     """Token ids that the policy gets as its input."""
     sampling: SamplingConfig
-    """How the completion is sampled."""
+    """Sampling parameters of the completion."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end the completion and are part of it."""
     seed: int
@@ -44,7 +44,7 @@ class GenerationRequest:
     num_continued: int = 0
     """Number of tokens at the end of `prompt_tokens` that an interrupted completion had already sampled."""
     num_tokens: int | None = None
-    """Only token ids below this number may be sampled, because the tokenizer lacks the others. None permits all ids."""
+    """Only token ids below this number may be sampled, because the tokenizer lacks larger ids. None permits all ids."""
     affinity: int | None = None
     """All turns of a group's conversations have the same number, because the beginnings of their prompts are equal.
     Requests with the same number go to the same engine unless that engine is much busier than the others."""
@@ -58,7 +58,7 @@ def left_out_tokens(request: GenerationRequest, vocab_size: int | None) -> range
 
 
 def logit_bias_against(token_ids: range) -> dict[str, Any]:  # Any: JSON
-    """The sampling parameter that makes SGLang and vLLM exclude token ids; {} without ids."""
+    """The sampling parameter that makes SGLang and vLLM exclude token ids, or {} without ids."""
     return {"logit_bias": {str(token): LEFT_OUT_BIAS for token in token_ids}} if token_ids else {}
 
 

@@ -50,7 +50,7 @@ class ServedWeights:
     weights: Weights
     version: str
     canary: Canary | None
-    """Verifies tensors without comparable checksums. With None, a forward pass of the directory's model verifies these
+    """Verifies tensors without comparable checksums. If None, a forward pass of the published model verifies these
     tensors."""
 
     @property
@@ -60,65 +60,36 @@ class ServedWeights:
 
 
 class ServerCalls(Protocol):
-    """The methods of one server's client that deliver weights. Each method makes one call, and raises a typed error."""
+    """The methods of one server's client that deliver weights, as `EngineClient` describes them."""
 
     @property
-    def name(self) -> str:
-        """Name of the server in logs and errors."""
-        ...
+    def name(self) -> str: ...
 
-    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Request completions once."""
-        ...
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]: ...
 
-    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Request log-probs of given tokens once."""
-        ...
+    async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]: ...
 
-    async def weight_version(self) -> str:
-        """The version that the server reports."""
-        ...
+    async def weight_version(self) -> str: ...
 
-    async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
-        ...
+    async def check_model(self, path: Path) -> None: ...
 
-    async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load the weights of a directory and check the version; raises WeightSyncError."""
-        ...
+    async def take_weights(self, path: Path, version: str) -> HeldTensors: ...
 
-    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Send weights, except the `kept` tensors, and check the version; raises WeightSyncError."""
-        ...
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors: ...
 
-    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the weights, use the adapters from now on, and set the version; raises
-        WeightSyncError."""
-        ...
+    async def take_adapters(self, weights: AdaptedWeights, version: str) -> None: ...
 
-    async def drop_adapters(self, *, kept: str) -> None:
-        """Let the server unload all adapters except `kept`."""
-        ...
+    async def drop_adapters(self, *, kept: str) -> None: ...
 
-    async def hand_over(self) -> None:
-        """Free weights and cache."""
-        ...
+    async def hand_over(self) -> None: ...
 
-    async def take_back(self) -> None:
-        """Allocate weights and cache after `hand_over`."""
-        ...
+    async def take_back(self) -> None: ...
 
-    async def end_pause(self) -> None:
-        """Let a paused server generate again; does nothing if the server is not paused."""
-        ...
+    async def end_pause(self) -> None: ...
 
-    async def show_life(self) -> None:
-        """Return when the server's scheduler has answered a liveness probe, which a paused server does too."""
-        ...
+    async def show_life(self) -> None: ...
 
-    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
-        ...
+    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]: ...
 
 
 class WeightDelivery:
@@ -127,7 +98,7 @@ class WeightDelivery:
     def __init__(self, server: ServerCalls) -> None:
         self.server = server
         self._takes_parts = True
-        """Whether to send only the changed tensors. False after such an update was refused or could not be verified."""
+        """Whether to send only the changed tensors. False after sending only these failed."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """The last version that a canary verified, and the server's checksums for this version."""
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
@@ -140,7 +111,7 @@ class WeightDelivery:
         """Let the server load weights once, and verify that the server has these weights.
 
         Args:
-            before: the verified version that the server had until now; None if unknown.
+            before: the verified version that the server had until now, or None if unknown.
             can_sample: whether the server completes requests. A paused server does not, so a canary cannot verify its
                 weights.
 
@@ -237,7 +208,7 @@ class WeightDelivery:
         def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
             tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
             unproven = find_unproven(self.server.name, tensors, served.version, held)
-            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not change it
+            is_quantized = "quantization_config" in read_config(served.model_dir)  # a small step may not change it
             return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
 
         unproven, sampled = await in_short_thread(examine)

@@ -1,4 +1,4 @@
-"""A record with the address and the settings of an engine for completions, and the client for such a record.
+"""`Endpoint`: the address and the settings of an engine for completions. `connect` creates the engine's client.
 
 async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
     completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
@@ -29,9 +29,9 @@ class Endpoint(Record):
     url: str = Field(pattern=r"^https?://[^/]+")
     """Base URL of the server."""
     model: str = ""
-    """Folder of the model that the server must serve, to check shapes and token ids; empty checks nothing."""
+    """Folder of the model that the server must serve, to check shapes and token ids. An empty path checks nothing."""
     api_key_variable: str = ""
-    """Name of the environment variable with the engine's API key; empty sends no key."""
+    """Name of the environment variable with the engine's API key, or empty to send no key."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling settings of each completion."""
 
@@ -53,7 +53,7 @@ def create_engine(
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
     start_timeout_s: float = 0.0,
 ) -> EngineClient:
-    """The client of an endpoint; the caller closes it.
+    """Create the client of an endpoint. The caller must close the client.
 
     Raises:
         ConfigError: the environment variable with the key is not set.
@@ -73,7 +73,7 @@ def create_engine(
 
 @asynccontextmanager
 async def connect(endpoint: Endpoint, *, timeout_s: float = 120.0) -> AsyncIterator[EngineClient]:
-    """The client of an endpoint; waits until the endpoint answers."""
+    """Yield the client of an endpoint once the endpoint answers, and close the client at the end of the block."""
     engine = create_engine(endpoint)
     try:
         await engine.wait_until_ready(timeout_s)

@@ -45,7 +45,7 @@ GroupBackend = Literal["gloo", "nccl"]
 JOIN_POLL_S = 0.02
 LEFT = "the group was closed meanwhile"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
-"""The trainer's address, which is also the name under which torch's groups find each other."""
+"""Device type of the tensors that a `GroupBackend` sends, and part of the group's key prefix in the store."""
 
 
 class WeightGroup:
@@ -86,7 +86,7 @@ class WeightGroup:
                 raise RuntimeError(LEFT)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send bytes to the server's ranks; returns when the trainer's end of the group has sent all bytes.
+        """Send bytes to the server's ranks, and return when the trainer's end of the group has sent all bytes.
 
         Raises:
             EngineUnavailableError: the server's end is gone, or did not receive the bytes in time.

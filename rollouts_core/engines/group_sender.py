@@ -35,7 +35,7 @@ class GroupSender(ABC):
         """Leave the group, and tell the server to leave the group too."""
         if self._group is not None:
             group, self._group = self._group, None
-            group.close()  # a server that waits for a bucket fails now, and answers again
+            group.close()  # a server that waits for a bucket then fails its call and answers again
             with anyio.CancelScope(shield=True), suppress(EngineError):
                 await self._tell_left(group)
 
@@ -76,7 +76,7 @@ class GroupSender(ABC):
 
 
 async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
-    """Send the bytes of some tensors to the server's ranks, which must already wait for them."""
+    """Send the bytes of some tensors to the server's ranks, which must already be waiting for the bucket."""
     flat = await in_short_thread(partial(flatten, bucket, group.device))
     # NCCL's first broadcast creates the connections and returns when all ranks joined. If a rank is gone, the broadcast
     # never returns.

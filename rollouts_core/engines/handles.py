@@ -33,7 +33,7 @@ def share(bucket: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
     memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     shared: dict[str, Tensor] = {}
     begin = 0
-    for name, tensor in bucket.items():  # wide number formats first (sent.split_buckets), so each is aligned
+    for name, tensor in bucket.items():  # wide number formats first (sent.split_buckets), so each tensor is aligned
         place = memory[begin : begin + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
         shared[name] = place.copy_(tensor)
         begin += tensor.nbytes
@@ -58,7 +58,7 @@ def forget(shared: Mapping[str, Tensor]) -> None:
 
 
 class _HandlePickler(pickle.Pickler):
-    """Pickles tensors by the functions of torch.multiprocessing, without their settings for the whole process."""
+    """Pickles tensors by the functions of torch.multiprocessing, without changing settings of the whole process."""
 
     def reducer_override(self, value: Any) -> Any:  # Any: pickle's protocol
         if isinstance(value, Tensor):

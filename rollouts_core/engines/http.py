@@ -43,7 +43,7 @@ running."""
 DONE_OR_QUEUED = (200, 202)
 """Status codes of a successful answer, or of a router that queued the request."""
 NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
-"""Texts with which vLLM and the embedded engine report NaN log-probs. SGLang returns the NaN instead."""
+"""Texts with which vLLM and the embedded engine report NaN log-probs. SGLang returns NaN in its answer."""
 
 
 class EngineConnection:
@@ -68,8 +68,8 @@ class EngineConnection:
     async def sample(self, path: str, body: Any) -> Any:  # Any: JSON both ways
         """Request completions, which may take long, and return the JSON answer.
 
-        The process's open connections limit the number of concurrent requests for completions. Waiting for a free
-        connection does not count towards the request's time limit, and does not delay other kinds of requests.
+        The number of connections that the process may open limits the concurrent requests for completions. Waiting for
+        a free connection does not count towards the request's time limit, and does not delay other kinds of requests.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
@@ -81,7 +81,7 @@ class EngineConnection:
     async def call(
         self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
     ) -> Any:  # Any: JSON both ways
-        """Make a request and return the JSON answer; None for an empty answer.
+        """Make a request and return the JSON answer, or None for an empty answer.
 
         Raises:
             EngineUnavailableError: the answer is incomplete, or says that the server is busy or broken.
@@ -122,10 +122,10 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """A session without a limit of connections, because its callers limit the number of requests.
+    """Create a transport without a limit of connections, because its callers limit the number of requests.
 
     aiohttp is used because httpx's pool checks every connection whenever a request begins or ends. With 128 running
-    requests that costs 20 times the processor time.
+    requests, httpx's pool takes 20 times the processor time of aiohttp.
     """
     return AiohttpTransport(client=_open_session)
 
@@ -152,7 +152,7 @@ def _open_socket(address: AddrInfoType) -> socket.socket:
 
 
 def read_logprob(value: float | None) -> float:
-    """A log-prob as a number; null stands for NaN, which JSON does not have."""
+    """A log-prob as a number. Servers write null for NaN, which JSON does not have."""
     return math.nan if value is None else float(value)
 
 
@@ -186,7 +186,7 @@ def read_completion(
         )
     if status is Status.ABORTED and tokens:
         # SGLang checks for an abort before it checks for an end token, so an ended completion may arrive as aborted.
-        # Such a completion must not be continued.
+        # An ended completion must not be continued.
         if tokens[-1] in request.stop_token_ids or tokens[-1] in ends:
             status = Status.COMPLETED
         elif len(tokens) >= request.sampling.max_new_tokens:

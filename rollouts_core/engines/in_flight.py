@@ -49,7 +49,7 @@ ABORT_INTERVAL_S = 0.2
 
 @runtime_checkable
 class InterruptibleEngine(InferenceEngine, Protocol):
-    """An engine whose requests can be ended or paused from outside."""
+    """An engine whose running requests another caller can end or pause."""
 
     async def abort_running(self) -> None:
         """End all requests with the tokens sampled so far and `Status.ABORTED`."""
@@ -69,7 +69,7 @@ class InFlightEngine:
 
     Args:
         in_flight: how running requests end or continue when new weights arrive.
-        finish_timeout_s: how long to wait until running requests end or pause; the time limit of a request.
+        finish_timeout_s: how long to wait until running requests end or pause. Give the time limit of a request.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class InFlightEngine:
         return self.engine.name
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, once no weights are being loaded.
+        """Completions in the order of the requests. Waits while weights are being loaded.
 
         Raises:
-            EngineError: what the engine raised.
+            EngineError: raised by the engine.
         """
         while True:
             while not self._opened.is_set():
@@ -113,11 +113,11 @@ class InFlightEngine:
         return await self.engine.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the engine's weights; None if the engine does not report it."""
+        """The number format of the engine's weights, or None if the engine does not report it."""
         return await common_dtype([self.engine])
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the engine takes adapters of this rank; empty for merged weights.
+        """The form in which the engine takes adapters of this rank, or empty for merged weights.
 
         With `in_flight` = "continue" a folder of adapters is not used, because a running request would keep its first
         adapter until its end.
@@ -129,7 +129,7 @@ class InFlightEngine:
         """Load published weights after the running requests have ended or paused.
 
         Raises:
-            WeightSyncError, EngineUnavailableError: what the engine raised.
+            WeightSyncError, EngineUnavailableError: raised by the engine.
         """
         if self._opened.is_set():  # a new event would leave the calls that wait since `release_memory` waiting for ever
             self._opened = anyio.Event()
@@ -156,18 +156,18 @@ class InFlightEngine:
         With `in_flight` = "continue" requests are aborted here, because paused requests would need their cache.
 
         Raises:
-            EngineError: what the engine raised.
+            EngineError: raised by the engine.
         """
         self._opened = anyio.Event()
         async with self._idling(is_aborting=self._aborts):
             await self.engine.release_memory()
 
     async def resume_memory(self) -> None:
-        """Allocate the engine's memory again; raises EngineUnavailableError if the engine is unreachable."""
+        """Allocate the engine's memory again. Raises EngineUnavailableError if the engine is unreachable."""
         await self.engine.resume_memory()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        """Return when the engine answers. Raises EngineUnavailableError at the deadline."""
         await self.engine.wait_until_ready(timeout_s)
 
     async def aclose(self) -> None:
@@ -200,14 +200,14 @@ class InFlightEngine:
             if not is_aborting:
                 await self._idle.wait()
                 continue
-            # An unreachable engine generates nothing.
+            # Ignore an unreachable engine, because it generates nothing.
             with suppress(EngineUnavailableError), anyio.move_on_after(ABORT_TIMEOUT_S):
                 await self.engine.abort_running()
             with anyio.move_on_after(ABORT_INTERVAL_S):
                 await self._idle.wait()
 
     async def _give_up_running(self) -> None:
-        """Interrupt all calls on this side; they start again and wait like new calls."""
+        """Interrupt all calls in this process. Each call then starts again, and waits for the new weights."""
         self._calls.break_off()
         while self._calls.num_requests:
             self._idle = anyio.Event()

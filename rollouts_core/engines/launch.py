@@ -34,7 +34,7 @@ FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 MAX_SOCKET_PATH = 107
 """Highest number of bytes in the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
-"""Characters left for names in the folder's path: vLLM uses UUIDs, and multiprocessing adds two levels of names."""
+"""Bytes reserved for socket names below the folder: vLLM uses UUIDs, and multiprocessing adds two levels of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     controls the server.
 
     Args:
-        api_key: key that every request must have; may be empty only for a loopback address.
+        api_key: key that every request must have. It may be empty only for a loopback address.
 
     Raises:
-        ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
-            reachable from other machines without a key, or with vLLM.
+        ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or `check_host`
+            refuses the address.
         CheckpointError: the weights are pickled.
     """
     check_host(job, api_key)
@@ -87,7 +87,7 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
 
 
 def check_host(job: ServeJob, api_key: str) -> None:
-    """Raise ConfigError if other machines can reach the address without an API key, or can reach a vLLM that takes
+    """Raise ConfigError if other machines can reach the address without an API key, or can reach a vLLM that takes new
     weights."""
     if is_loopback(job.host):
         return
@@ -123,8 +123,7 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
 
 
 def _without_unknown_adapters(job: ServeJob, model_dir: Path) -> ServeJob:
-    """The job without adapters, if the engine may fail to start with adapters of this model; otherwise the job
-    itself."""
+    """The job without adapters, if the engine may fail to start with adapters of this model, or else the job itself."""
     known = job.engine.spec.adapted_architectures
     if not job.adapter_rank or not known or (read_config(model_dir).get("architectures") or ["?"])[0] in known:
         return job
@@ -132,7 +131,8 @@ def _without_unknown_adapters(job: ServeJob, model_dir: Path) -> ServeJob:
 
 
 def _scratch_folder() -> dict[str, str]:
-    """Environment variables for the engine's folder of sockets and temporary files, which is removed at its end.
+    """Environment variables for the engine's folder of sockets and temporary files, which is removed when the engine
+    ends.
 
     vLLM and SGLang choose new socket names at each start and leave the sockets behind when killed. A small process
     (cleanup_process.py) removes the folder and the engine's shared memory. This process notices the engine's end
@@ -151,7 +151,7 @@ def _scratch_folder() -> dict[str, str]:
     )
     os.close(closed_at_the_end)
     os.set_inheritable(held_by_the_engine, True)
-    # Compiled kernels are kept, because compiling takes a minute.
+    # Compiled kernels go into a folder that is kept, because compiling takes a minute.
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{inherited}/torchinductor_{os.getuid()}"
     return {
         **cleanup_process.scratch_variables(folder),
@@ -179,7 +179,8 @@ def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str
 
 
 def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
-    """The warning that SGLang or vLLM computes in a slow number format on this machine; empty otherwise.
+    """The warning that SGLang or vLLM computes in a slow number format on this machine, or empty if the format is not
+    slow.
 
     The embedded engine always computes in float32, regardless of the format of the model's files.
     """

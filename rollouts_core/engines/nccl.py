@@ -30,7 +30,7 @@ def share_memory_as(engine: EngineConfig) -> None:
 
 
 def nccl_version() -> str:
-    """The version of this process's NCCL, for example 2.27.5; empty if its torch has no NCCL."""
+    """The version of this process's NCCL, for example 2.27.5, or empty if its torch has no NCCL."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def nccl_version() -> str:
 def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:
     """Raise ConfigError if the torch of an engine's interpreter has another NCCL: only equal versions connect.
 
-    An interpreter that lacks NCCL or fails is accepted here, because the engine's start reports the error.
+    `check_version` accepts an interpreter that lacks NCCL or fails, because the engine's start reports the error.
     """
     try:
         asked = subprocess.run(

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LEAD = 16
-"""The engine with a group's cache is not used if it has this many more requests than the least busy engine."""
+"""A request of a group goes to the least busy engine if the engine with the group's cache has over this many more
+requests."""
 RETRY_S = 10.0
 """Seconds between two attempts to use a quarantined engine again."""
 
@@ -77,7 +78,7 @@ class Member:
     is_paused: bool = False
     """Whether the engine was told to pause, and not yet told to resume."""
     quarantined: str = ""
-    """Why the engine gets no requests; empty if the engine is in use."""
+    """Why the engine gets no requests, or empty if the engine is in use."""
     without_numbers: tuple[Published | None] | None = None
     """The weights for which the engine reported NaN log-probs. Another load of these weights would give NaN again."""
     returning: asyncio.Task[None] | None = None
@@ -155,19 +156,20 @@ class EnginePool(ClosedOnExit):
         return idlest if is_away or home.calls.num_requests > idlest.calls.num_requests + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
-        """The access to segments that all engines in use have."""
+        """The lowest access to segments among the engines in use."""
         healthy = [member.engine for member in self._members if not member.quarantined]
         return await common_access(healthy)
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if formats differ or an engine reports no format.
+        """The number format in which all engines keep weights, or None if formats differ or an engine reports no
+        format.
 
-        Includes quarantined engines, because they get the same weights.
+        Quarantined engines are included, because they get the same weights.
         """
         return await common_dtype([member.engine for member in self._members])
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which all engines in use take adapters of this rank; empty for merged weights."""
+        """The form in which all engines in use take adapters of this rank, or empty for merged weights."""
         return await common_form([member.engine for member in self._members if not member.quarantined], rank)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
@@ -178,7 +180,7 @@ class EnginePool(ClosedOnExit):
         """
         published = self._published = Published(weights, version, canary)
         members = [member for member in self._members if not member.quarantined]
-        if not members:  # all engines are tried, and the error has the reasons of all
+        if not members:  # try all engines, so that the error has the reasons of all
             await self._stop_returning()
             members = self._members
         results = await self._sync(members, published)
@@ -259,7 +261,7 @@ class EnginePool(ClosedOnExit):
         )
 
     async def _tell_all(self, tell: Callable[[InterruptibleEngine], Awaitable[None]]) -> None:
-        """Send a command to every engine in use; unreachable engines are skipped."""
+        """Send a command to every engine in use, and skip unreachable engines."""
 
         async def tell_one(member: Member) -> None:
             with suppress(EngineUnavailableError):  # failing requests will quarantine this engine
@@ -323,7 +325,7 @@ class EnginePool(ClosedOnExit):
 
     async def _bring_to(self, member: Member, published: Published | None) -> None:
         """Load a version into a quarantined engine, and use the engine again if the version is still current."""
-        if member.is_paused:  # the engine was quarantined before it could be told to resume
+        if member.is_paused:  # the quarantined engine did not get the command to resume
             member.is_paused = False
             with suppress(EngineError):  # the engine's client repeats the command
                 await member.engine.resume()
@@ -333,8 +335,8 @@ class EnginePool(ClosedOnExit):
             self._take_back(member, published)
 
     async def _find_problem(self, member: Member, published: Published | None) -> str:
-        """The reason why an engine does not serve a version after the load, or does not answer if nothing was published
-        yet."""
+        """Load a version into an engine, and return the reason if this fails. Before the first version, only wait for
+        an answer."""
         if published is None:  # in an evaluation, the engine serves its initial weights
             try:
                 await member.engine.wait_until_ready(self.retry_s)

@@ -30,7 +30,8 @@ class SegmentAccess(IntEnum):
 
 
 class InferenceEngine(Protocol):
-    """One inference server. Calls wait for a restarting server up to their limits, then raise EngineError."""
+    """One inference server. A call waits for a restarting server until the call's time limit, then raises
+    EngineError."""
 
     @property
     def name(self) -> str:
@@ -50,7 +51,7 @@ class InferenceEngine(Protocol):
 
         Args:
             weights: a directory, segments that the engine can map, weights to send, or adapters in a folder.
-            canary: verifies tensors without comparable checksums; by default a forward pass of the directory's model.
+            canary: verifies tensors without comparable checksums. The default is a forward pass of the published model.
         """
         ...
 
@@ -63,11 +64,11 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume_memory(self) -> None:
-        """Allocate the memory again. The content of the memory is undefined, so weights must be loaded next."""
+        """Allocate the GPU's memory again. The memory's content is undefined, so the caller must load weights next."""
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        """Return when the engine answers. Raises EngineUnavailableError at the deadline."""
         ...
 
     async def aclose(self) -> None:

@@ -44,8 +44,8 @@ RETRY_PAUSE_S = 1.0
 """Pause before the second attempt, seconds. The pause doubles for each further attempt, to relieve an overloaded
 server."""
 MAX_BUSY_ATTEMPTS = 8
-"""Number of attempts at a server that reports overload: for a minute and a half, or for the times that the server asks
-for."""
+"""Number of attempts at a server that reports overload. The attempts take a minute and a half, or as long as the server
+asks."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 MAX_SPANNED_VERSIONS = 64
@@ -78,15 +78,15 @@ class RecoveringEngine:
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
         self._is_proven = True
-        """Whether the served weights are verified. False from the start of a load, and after a failed load."""
+        """Whether the served weights are verified. False during a load, and after a failed load."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
-        """Verified versions in the order in which the server had them; the current version is last."""
+        """Verified versions in the order in which the server had them, up to the current version."""
         self.is_paused = False
         """Whether the server is paused. A paused server answers no request for completions."""
         self._is_left_paused = False
         """True if the server was told to resume, but may not have received the command."""
         self._handed_over: str | None = None
-        """The version that the server had when it freed its memory; None while the server has its memory."""
+        """The version that the server had when it freed its memory, or None while the server has its memory."""
         self._recovering = asyncio.Lock()
         self.watch = SilenceWatch(
             server.name,
@@ -128,7 +128,7 @@ class RecoveringEngine:
         """
         for request in requests:
             self._check_tokens([*request.tokens, *request.token_ids], "a request for log-probs")
-            # A larger number would end SGLang's process.
+            # A larger `num_top` would end SGLang's process.
             if self._vocab_size is not None and request.num_top > self._vocab_size:
                 raise EngineError(
                     f"{self.server.name}: num_top is {request.num_top}, the served model has {self._vocab_size} tokens"
@@ -175,7 +175,7 @@ class RecoveringEngine:
         return await self.watch.over(ask)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
-        """Load published weights; returns when the server is verified to serve them.
+        """Load published weights, and return when the server is verified to serve them.
 
         Raises:
             WeightSyncError: the server refused, or serves another version or other tensors.
@@ -186,7 +186,7 @@ class RecoveringEngine:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids of the served model; None if unknown."""
+        """Number of token ids of the served model, or None if unknown."""
         return self._vocab_size
 
     @property
@@ -201,7 +201,7 @@ class RecoveringEngine:
     async def resume(self) -> None:
         """Let the server continue after a pause. An unreachable server is told again before its next request.
 
-        While requests wait in the server, the call is repeated, because no later request may come.
+        While requests wait in the server, `resume` itself retries the command, because there may be no next request.
 
         Raises:
             EngineError: the server refused, or cannot be reached.
@@ -236,8 +236,8 @@ class RecoveringEngine:
             self._handed_over = version
 
     async def resume_memory(self) -> None:
-        """Let the server allocate its memory again. A server that restarted meanwhile already has its memory, with
-        initial weights.
+        """Let the server allocate its memory again. A server that restarted after `release_memory` already has its
+        memory, with initial weights.
 
         Raises:
             EngineUnavailableError: the server vanished and did not return.
@@ -272,7 +272,7 @@ class RecoveringEngine:
         raise EngineUnavailableError(f"{self.server.name} did not answer within {timeout_s:g} s: {problem}")
 
     async def _recover(self) -> None:
-        """Wait for the server, and load its target weights if it restarted with others.
+        """Wait for the server, and load its target weights if it restarted with other weights.
 
         Concurrent calls share one attempt and its failure. Otherwise each call in turn would wait for the full timeout
         of a dead server.
@@ -300,8 +300,9 @@ class RecoveringEngine:
         """Load and verify weights. If the server vanishes meanwhile, the load starts again, because a second load does
         no harm.
 
-        A restart between two requests shows only by the server's version, which is neither the new nor the previous
-        version. The first such version counts as a restart, the second as a server that ignores the weights.
+        A restart between two requests shows only by the server's version, which is then neither the new nor the
+        previous version. `_load` takes the first such version for a restart, and the second for a server that ignores
+        the weights.
         """
         problem = ""
         before = self._served if self._is_proven else None
@@ -335,12 +336,12 @@ class RecoveringEngine:
         )
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
-        """The verified versions from the version `served` on; all versions if no weights were loaded yet."""
+        """The verified versions from the version `served` on, or all versions if no weights were loaded yet."""
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:
-        """Raise for an id outside the vocabulary, because a prompt with such an id would end SGLang's or vLLM's
-        process."""
+        """Raise `kind` for a token id outside the vocabulary, because a prompt with such an id would end SGLang's or
+        vLLM's process."""
         if self._vocab_size is None or not tokens:
             return
         for token in (min(tokens), max(tokens)):

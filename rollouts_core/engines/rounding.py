@@ -33,13 +33,13 @@ class ReportsWeightsDtype(Protocol):
     """An engine that reports the number format of its server's weights."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The server's number format; None if the server does not report it, is unreachable, or has quantized
+        """The server's number format, or None if the server does not report it, is unreachable, or has quantized
         weights."""
         ...
 
 
 async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
-    """The number format in which all engines store weights; None if the formats differ or a format is unknown."""
+    """The number format in which all engines store weights, or None if the formats differ or a format is unknown."""
     known = [engine for engine in engines if isinstance(engine, ReportsWeightsDtype)]
     found = set(await gather([engine.weights_dtype for engine in known]))
     return found.pop() if len(found) == 1 and len(known) == len(engines) else None
@@ -56,10 +56,10 @@ class RoundingWatch:
         `dtype`.
 
         Tensors in `weights` are replaced one after another, so that host memory never holds both forms of all tensors.
-        Other tensors are not rounded, because engines keep a few of these tensors in float32 and round the rest.
+        Other tensors are not rounded, because engines keep a few of them in float32 and round the rest.
 
         Args:
-            start: `sample_weights` of the weights that training started from.
+            start: result of `sample_weights` for the weights that training started from.
         """
         self._last = measure_arrival(start, weights, dtype)
         for name, before in start.items():
@@ -67,13 +67,13 @@ class RoundingWatch:
                 weights[name] = weights[name].to(dtype)
 
     def take_metrics(self) -> Metrics:
-        """The metrics of the last publication, once; empty if nothing was measured."""
+        """Return the metrics of the last publication, and forget them, or empty if nothing was measured."""
         last, self._last = self._last, None
         return {ARRIVED: last.arrived, CHANGED: last.changed} if last else {}
 
 
 def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
-    """The warning if a training's last publication rounded much of the update away; otherwise empty.
+    """The warning if a training's last publication rounded much of the update away, or empty.
 
     Args:
         lines: the metrics of the training's steps.

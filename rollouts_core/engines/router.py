@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_TIMEOUT_S = 10.0
-"""Time limit for adding or removing engines, seconds. The router does this after it has answered the request."""
+"""Time limit for adding or removing engines, seconds. The router answers before it adds or removes the engine."""
 
 
 class SGLangRouter(ClosedOnExit):
@@ -49,7 +49,7 @@ class SGLangRouter(ClosedOnExit):
 
     Args:
         request_timeout_s: time limit of a request.
-        api_key: the API key of the router and of its engines; if empty, no key is sent.
+        api_key: the API key of the router and of its engines, or empty to send no key.
     """
 
     def __init__(self, url: str, *, request_timeout_s: float = 600.0, api_key: str = "") -> None:
@@ -85,7 +85,7 @@ class SGLangRouter(ClosedOnExit):
         ]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the router answers; raises EngineUnavailableError at the deadline."""
+        """Return when the router answers. Raises EngineUnavailableError at the deadline."""
         problem = "it took the connection and was silent"
         with anyio.move_on_after(timeout_s):
             while True:
@@ -99,7 +99,7 @@ class SGLangRouter(ClosedOnExit):
         raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
 
     async def use(self, urls: Sequence[str]) -> None:
-        """Let the router use exactly these engines; returns when the router uses them.
+        """Let the router use exactly these engines, and return when the router uses them.
 
         An engine that is not added in time is left out if the router uses at least one other.
 
@@ -139,7 +139,7 @@ class SGLangRouter(ClosedOnExit):
 
 
 def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
-    """The reason why these engines cannot be used through a router; empty if they can."""
+    """The reason why the engines at `urls` cannot be used through a router, or empty if they can."""
     if others := sorted(workers.keys() - {*urls}):
         return f"did not let go of {', '.join(others)}"
     if not any(is_healthy for _, is_healthy in workers.values()):
@@ -153,7 +153,7 @@ class RoutedPool(ClosedOnExit):
     Args:
         pool: a pool of the same engines. The pool delivers weights, and is used when the router does not answer.
         engines: the engines behind the router.
-        revive: called when the router did not answer; restarts the router if this process owns the router.
+        revive: called when the router did not answer. It restarts the router if this process owns the router.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class RoutedPool(ClosedOnExit):
         self._engines = engines
         self._revive = revive
         self._routed: frozenset[str] | None = None
-        """The engines that the router was last given; None if unknown."""
+        """Names of the engines that the router was last told to use, or None if unknown."""
         self._telling = anyio.Lock()
         self._versions: list[str] = []
-        """Loaded and verified versions; the current version is last."""
+        """Loaded and verified versions, up to the current version."""
         pool.on_quarantine = self._leave_out
 
     @property
@@ -211,8 +211,8 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.generate(requests)
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """The router's answer. The call is interrupted if any engine falls silent, because the used engine is
-        unknown."""
+        """The router's answer. The call is interrupted if any engine falls silent, because only the router knows which
+        engine it chose."""
         first = self._engines[0]
         ask = partial(self.router.complete, requests, ends=first.ends, vocab_size=first.vocab_size)
         for engine in self._engines:
@@ -253,14 +253,14 @@ class RoutedPool(ClosedOnExit):
         return await self.pool.segment_access()
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format in which all engines keep weights; None if formats differ or an engine reports no
+        """The number format in which all engines keep weights, or None if formats differ or an engine reports no
         format."""
         return await self.pool.weights_dtype()
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which all engines in use take adapters of this rank; empty for merged weights.
+        """The form in which all engines in use take adapters of this rank, or empty for merged weights.
 
-        Behind a router, adapters that requests name are not used.
+        Behind a router, the form "folder" is not used.
         """
         form = await self.pool.adapter_form(rank)
         return "" if form == "folder" else form
@@ -276,7 +276,7 @@ class RoutedPool(ClosedOnExit):
         self._versions = [*self._versions, version][-MAX_SPANNED_VERSIONS:]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the router and every engine answer; engines that do not are left out.
+        """Return when the router and every engine answer. Engines that do not answer in time are quarantined.
 
         Raises:
             EngineUnavailableError: the router, or every engine, did not answer before the deadline.
@@ -296,7 +296,7 @@ class RoutedPool(ClosedOnExit):
         await self.pool.resume()
 
     async def release_memory(self) -> None:
-        """Free the GPU memory of every engine; raises EngineError if an engine cannot free its memory."""
+        """Free the GPU memory of every engine. Raises EngineError if an engine cannot free its memory."""
         await self.pool.release_memory()
 
     async def resume_memory(self) -> None:

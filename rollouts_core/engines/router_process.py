@@ -1,4 +1,4 @@
-"""Run SGLang's router as a child process of the training job. The router starts without engines; a dead router is
+"""Run SGLang's router as a child process of the training job. The router starts without engines. If it dies, it is
 restarted.
 
 started ── answers ── dies ── engines are asked directly ── restarted at the same port ── gets the engines again
@@ -57,7 +57,8 @@ class RouterProcess:
         return f"http://{LOOPBACK}:{self._port}"
 
     def revive(self) -> None:
-        """Restart the router if it has ended, without waiting for an answer. Call this in the thread of the start."""
+        """Restart the router if it has ended, without waiting for an answer. Call this in the thread that started
+        it."""
         if self.process.poll() is None or time.monotonic() < self._started_at + RESTART_PAUSE_S:
             return
         logger.warning("the router ended by itself (%s), so it is restarted", self.explain_end())

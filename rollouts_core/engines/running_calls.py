@@ -21,7 +21,7 @@ class RunningCalls:
 
     @contextmanager
     def one(self, num_requests: int = 1) -> Iterator[None]:
-        """Register a call that lasts as long as the block. After an interruption, the code after the block
+        """Register a call that lasts as long as the block. If `break_off` interrupts it, the code after the block
         continues."""
         scope = anyio.CancelScope()
         self._scopes.add(scope)

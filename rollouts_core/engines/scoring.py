@@ -84,8 +84,8 @@ def read_scored_tokens(
 
     Args:
         logprobs: for each position, the log-prob of the request's token.
-        top: for each position, log-probs of at least the most likely tokens; ignored if the request wants none.
-        named: for each position, log-probs of at least the request's `token_ids`; ignored if the request names none.
+        top: for each position, log-probs of at least the most likely tokens, ignored if `num_top` is 0.
+        named: for each position, log-probs of at least the request's `token_ids`, ignored if there are none.
 
     Raises:
         EngineAnswerError: log-probs are missing.
@@ -112,7 +112,7 @@ def read_scored_tokens(
 
 
 def _most_likely(found: Mapping[int, float], num_top: int) -> dict[int, float]:
-    """The most likely of some tokens, the most likely first."""
+    """The `num_top` most likely tokens of `found`, the most likely first."""
     if len(found) < num_top:
         raise ValueError(f"{len(found)} of {num_top} most likely tokens")
     return dict(sorted(found.items(), key=lambda entry: -entry[1])[:num_top])

@@ -52,7 +52,7 @@ class Segment:
     """Tensors that other processes can map as long as this object lives.
 
     Args:
-        folder: folder for a segment file; None puts the segment into memory.
+        folder: folder for a segment file, or None to put the segment into memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path | None = None) -> None:
@@ -128,12 +128,13 @@ class SegmentStore:
         folder: Path | None = None,
         keeps_others: bool = False,
     ) -> SegmentedWeights:
-        """Publish a new version. Changed tensors are written to a new segment; other tensors stay in their segments.
+        """Publish a new version. Changed tensors are written to a new segment, and other tensors stay in their
+        segments.
 
         Args:
-            weights: must not change before the version's digests are computed.
-            folder: folder for segment files; None uses memory. If the folder changed, all tensors are written.
-            keeps_others: tensors of the previous version that are not in `weights` also belong to the new version.
+            weights: tensors by name, which must not change before the version's digests are computed.
+            folder: folder for segment files, or None to use memory. If the folder changed, all tensors are written.
+            keeps_others: add the previous version's tensors that are not in `weights` to the new version.
         """
         if folder != self._folder:
             self._newest, self._folder = {}, folder

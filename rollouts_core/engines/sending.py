@@ -2,7 +2,7 @@
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 
-Tensors that the server already has are skipped, unless it repacks its tensors after each update.
+Tensors that the server already has are skipped, unless the server repacks all tensors after each update.
 
 During the update completions carry a version that clients reject, so completions from partly loaded weights are
 dropped.
@@ -33,7 +33,7 @@ from rollouts_core.system.concurrency import gather, in_short_thread
 logger = logging.getLogger(__name__)
 
 SESSION_IS_OPEN = "already open"
-"""SGLang's message if a trainer was killed during an update."""
+"""Part of SGLang's error if an earlier update is still open, for example because its trainer was killed."""
 MEMORY_SCOPE = "memory_scope"
 """A field of the server's answer that only the embedded engine has, not SGLang."""
 EXPERTS = ".experts."
@@ -169,7 +169,7 @@ class WeightSender(GroupSender):
 
 
 def find_missing(tensors: Mapping[str, Tensor], kept: Collection[str], server: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors to send: all tensors if the server repacks even tensors that were not sent."""
+    """The tensors to send: all but `kept`, or all tensors if the server repacks even tensors that were not sent."""
     is_repacked = server.get("quantization") is not None or any(EXPERTS in name for name in tensors)
     return {name: tensor for name, tensor in tensors.items() if is_repacked or name not in kept}
 

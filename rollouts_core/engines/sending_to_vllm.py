@@ -61,7 +61,7 @@ class VLLMWeightSender(GroupSender):
 
 
 def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
-    """Number of workers with weights, from a server's `parallel_config`. Its world size counts the workers of one
+    """Number of workers with weights, from a server's `parallel_config`. `world_size` counts the workers of one
     replica."""
     return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
 

@@ -24,8 +24,8 @@ from rollouts_core.engines.segments import is_same
 SentBy = Literal["gloo", "nccl", "tensors"]
 """The values of `rollout.engine.weight_transfer` with which weights are sent."""
 BUCKET_BYTES = 512 * 2**20
-"""Size of a bucket of tensors, bytes; a larger tensor is sent alone. Trainer and engine hold one bucket beside the
-weights."""
+"""Size of a bucket of tensors, bytes. A tensor above this size is sent alone. Trainer and engine each hold one bucket
+besides the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class HostCopies:
         self._newest: Mapping[str, Tensor] = {}
 
     def take(self, weights: Mapping[str, Tensor], *, keeps_others: bool = False) -> Mapping[str, Tensor]:
-        """Copy a new version's tensors. For an unchanged tensor, the previous version's copy is used again.
+        """Copy a new version's tensors. For an unchanged tensor, reuse the previous version's copy.
 
         Args:
-            keeps_others: tensors of the previous version that are not in `weights` also belong to the new version.
+            keeps_others: add the previous version's tensors that are not in `weights` to the new version.
         """
         copies = copy_to_host(weights, self._newest)
         self._newest = {**self._newest, **copies} if keeps_others else copies
@@ -65,7 +65,7 @@ class HostCopies:
 
 
 def copy_to_host(weights: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies of the weights in host memory. If a tensor equals the tensor in `before`, the latter is returned."""
+    """Copies of the weights in host memory. A tensor that equals its copy in `before` is not copied again."""
     return {name: _copy_tensor(tensor.detach(), (before or {}).get(name)) for name, tensor in weights.items()}
 
 
@@ -77,7 +77,7 @@ def _copy_tensor(tensor: Tensor, before: Tensor | None) -> Tensor:
 
 
 def find_kept(weights: SentWeights, held: SentWeights) -> frozenset[str]:
-    """Names of tensors equal in both versions, which need not be sent again; empty if the sets of names differ."""
+    """Names of tensors equal in both versions, which need not be sent again, or empty if the sets of names differ."""
     if weights.tensors.keys() != held.tensors.keys():
         return frozenset()
     return frozenset(name for name, tensor in weights.tensors.items() if held.tensors[name] is tensor)

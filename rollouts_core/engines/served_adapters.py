@@ -21,10 +21,10 @@ class ServedAdapters:
         self._connection = connection
         self._prefix = prefix
         self.current = ""
-        """The adapter that requests name; empty for the weights without adapters."""
+        """Name of the adapter that requests use, or empty if requests use the weights without adapters."""
 
     async def load(self, weights: AdaptedWeights, version: str) -> None:
-        """Load an adapter under the name `version`. Requests still name the earlier adapter."""
+        """Load an adapter under the name `version`. Requests use the earlier adapter until `current` changes."""
         if version in await self.names():
             await self._unload(version)  # servers refuse a name that is already loaded
         body = {"lora_name": version, "lora_path": str(weights.folder.resolve())}
@@ -44,8 +44,8 @@ class ServedAdapters:
         return [str(each["id"]) for each in listed if each.get("parent")]
 
     async def explain(self, error: EngineError, adapter: str) -> EngineError:
-        """The error to raise for a failed request with an adapter. A restarted server has lost its adapters, and can
-        load them again."""
+        """The error to raise for a failed request with an adapter. EngineUnavailableError if a restarted server lost
+        the adapter, because the server can load it again."""
         if not adapter or isinstance(error, EngineUnavailableError) or adapter in await self.names():
             return error
         return EngineUnavailableError(f"{self._connection.url} has no adapters {adapter}: {error}")

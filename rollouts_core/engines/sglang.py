@@ -52,14 +52,14 @@ class SGLangEngine(EngineClient):
     """The client of one SGLang server, or of the embedded engine."""
 
     _segment_access: SegmentAccess | None = None
-    """The access to segments; None before the server's first answer."""
+    """The access to segments, or None before the server's first answer."""
     _weights_dtype: torch.dtype | None = None
-    """The number format of the server's weights; None before the server reported it."""
+    """The number format of the server's weights, or None before the server reported it."""
     _sender: WeightSender | None = None
-    """The sender of weights; None before the first weights were sent."""
+    """The sender of weights, or None before the first weights were sent."""
 
     async def segment_access(self) -> SegmentAccess:
-        """Full access for an embedded engine on this machine; no access for SGLang, or for a server that does not
+        """Full access for an embedded engine on this machine, and no access for SGLang or a server that does not
         answer."""
         if self._segment_access is None:
             try:
@@ -75,14 +75,15 @@ class SGLangEngine(EngineClient):
         return self._segment_access
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
+        """The number format of the server's weights, or None if quantized, not reported, or the server is
+        unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
         return self._weights_dtype
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if it takes none, or is unreachable."""
+        """The form in which the server takes adapters of this rank, or empty if it takes none, or is unreachable."""
         try:
             server = await self._connection.call("GET", "/server_info")
         except EngineError:
@@ -118,8 +119,8 @@ class SGLangEngine(EngineClient):
         """Free weights, cache and CUDA graphs after all running requests have ended.
 
         Raises:
-            EngineError: the server was started without --enable-memory-saver. Such a server would answer 200 and free
-                nothing.
+            EngineError: the server was started without --enable-memory-saver. Without this argument, SGLang would
+                answer 200 and free nothing.
         """
         server = await self._connection.call("GET", "/server_info")
         if server.get("enable_memory_saver") is False:  # the embedded engine lacks this field
@@ -157,7 +158,7 @@ class SGLangEngine(EngineClient):
             "input_ids": [request.tokens for request in requests],
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": [request.start - 1 for request in requests],  # this token has no log-prob
+            "logprob_start_len": [request.start - 1 for request in requests],  # the first token has no log-prob
             "top_logprobs_num": [request.num_top for request in requests],
             "token_ids_logprob": [request.token_ids for request in requests],
         }
@@ -171,7 +172,7 @@ class SGLangEngine(EngineClient):
         ]
 
     async def _generate(self, body: dict[str, Any], count: int) -> tuple[list[Any], str]:  # Any: JSON
-        """The answers to `count` prompts, and the name of the adapter that computed them; "" without adapters."""
+        """The answers to `count` prompts, and the name of the adapter that computed them, or "" without adapters."""
         adapter = self._adapters.current
         try:
             answers = await self._connection.sample("/generate", body | ({"lora_path": adapter} if adapter else {}))
@@ -188,16 +189,14 @@ class SGLangEngine(EngineClient):
         return replace(completion, version_spans=((adapter, 0, len(completion.tokens)),))
 
     def _is_of_adapter(self, versions: Collection[str], adapter: str) -> bool:
-        """Whether the adapter that a request named can have computed the answer. The server reports the version at the
-        answer's end."""
+        """Whether the adapter that a request named can have computed the answer. The server reports the version that it
+        has at the end of the answer."""
         return {*versions} <= {adapter, self._adapters.current}
 
     async def weight_version(self) -> str:
-        """The version that the server reports."""
         return str((await self._model_info())["weight_version"])
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_info()).get("model_path", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
@@ -217,9 +216,7 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the served weights, use the adapters from now on, and set the version.
-
-        If loading fails, the server continues to serve the earlier adapters.
+        """See `EngineClient`.
 
         Raises:
             WeightSyncError: the server reports another version.
@@ -233,7 +230,6 @@ class SGLangEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -268,7 +264,6 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         if self._sender is not None:
             await self._sender.aclose()
         await super().aclose()
@@ -290,13 +285,13 @@ class SGLangEngine(EngineClient):
 
 
 def _dtype_of(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """A server's number format by its `/server_info`; None for "auto", or if the server does not report it."""
+    """A server's number format by its `/server_info`, or None for "auto", or if the server does not report it."""
     dtype = getattr(torch, str(server.get("dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _kept_in(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None if the weights are quantized."""
+    """The number format of a server's weights, or None if the weights are quantized."""
     return None if server.get("quantization") else _dtype_of(server)
 
 

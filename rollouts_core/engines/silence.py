@@ -27,10 +27,10 @@ SILENCE_TIMEOUT_S = 120.0
 up to a minute."""
 MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
-"""Least number of probes within the timeout. This number matters only for timeouts below 40 s."""
+"""Least number of probes within the timeout. `QUESTIONS_PER_TIMEOUT` matters only for timeouts below 40 s."""
 NUM_LOOKS = 12
 """Number of checks for an answer within the timeout. A reward function may block the event loop for longer than the
-timeout. Such a block counts as one check, and answers that arrived meanwhile are read before the next check."""
+timeout. A blocked event loop counts as one check, and reads answers that arrived before the next check."""
 UNREACHED_PAUSE_S = 1.0
 """Seconds between two probes if the first probe did not reach the server."""
 
@@ -42,7 +42,7 @@ class SilenceWatch:
 
     Args:
         name: the server's name in logs and errors.
-        question: sends a probe; returns when the server's scheduler has answered.
+        question: sends a probe, and returns when the server's scheduler has answered.
         is_excused: True while the server runs a call that may delay its answer, for example loading weights.
         timeout_s: longest permitted silence.
         start_timeout_s: used in place of a shorter `timeout_s` until the first request has ended, because servers
@@ -78,7 +78,8 @@ class SilenceWatch:
         return self._calls.num_requests > 0
 
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """The result of `ask`, which waits for the server.
+        """Run `ask`, which waits for the server, and interrupt it if the server becomes silent, and return the result
+        of `ask`.
 
         Raises:
             EngineUnavailableError: the server became silent.
@@ -104,7 +105,7 @@ class SilenceWatch:
         self._sign_at = time.monotonic()
 
     async def check(self) -> None:
-        """Return when the server generates. Sends a probe only if the server was silent.
+        """Return at once if the server counts as alive. If it was silent, wait for its answer to a probe.
 
         Raises:
             EngineUnavailableError: the server cannot be reached.

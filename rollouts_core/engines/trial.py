@@ -28,7 +28,7 @@ PROMPT, NUM_TOKENS, MAX_TOKENS = [5, 6, 7], 8, 64
 
 
 def write_tiny_model(folder: Path) -> None:
-    """A model with random weights, and its tokenizer."""
+    """Write a model with random weights, and its tokenizer."""
     tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(folder)
     build_untrained_model(tokenizer, SIZE, seed=0).save_pretrained(folder)

@@ -1,11 +1,11 @@
-"""Talk to a vLLM server. Token ids use its completions API, weights its development endpoints.
+"""Talk to a vLLM server. Completions use vLLM's completions API. Weights are loaded through its development endpoints.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
 head is not tied to its embedding. With a tied head, vLLM answers 200 to an update and keeps the old head. launch.py
-starts vLLM with these settings, and each update checks them.
+sets these settings, and each update checks them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The sleep level at which vLLM keeps no copy of the weights in host memory, because vLLM gets new weights anyway."""
 ADAPTED_LAYER = ".base_layer."
-"""vLLM inserts this into the names of weights that adapters may change."""
+"""Text that vLLM inserts into the names of weights that adapters may change."""
 MAX_BIASES = 1024
 """Largest number of biases per request. More biases fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS,
-vllm/v1/worker/gpu/sample/logit_bias.py); the older runner has no limit. Beyond this number no bias is sent, and each
-sample with an excluded token is invalid."""
+vllm/v1/worker/gpu/sample/logit_bias.py); vLLM's older runner has no limit. For more biases, this client sends none, and
+each sample with an excluded token is invalid."""
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default limit of `prompt_logprobs`, which --max-logprobs changes."""
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -79,12 +79,13 @@ class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
 
     _weights_dtype: torch.dtype | None = None
-    """The number format of the server's weights; None before the server reported it."""
+    """The number format of the server's weights, or None before the server reported it."""
     _sender: VLLMWeightSender | None = None
-    """The sender of weights; None before the first weights were sent."""
+    """The sender of weights, or None before the first weights were sent."""
 
     async def weights_dtype(self) -> torch.dtype | None:
-        """The number format of the server's weights; None if quantized, not reported, or the server is unreachable."""
+        """The number format of the server's weights, or None if quantized, not reported, or the server is
+        unreachable."""
         if self._weights_dtype is None:
             with suppress(EngineError):
                 self._weights_dtype = _kept_in(await self._model_config())
@@ -95,7 +96,7 @@ class VLLMEngine(EngineClient):
         return ServedAdapters(self._connection, prefix="/v1")
 
     async def adapter_form(self, rank: int) -> AdapterForm:
-        """The form in which the server takes adapters of this rank; empty if it was started without adapters, or is
+        """The form in which the server takes adapters of this rank, or empty if it was started without adapters, or is
         unreachable."""
         try:
             info = await self._server_info()
@@ -113,8 +114,8 @@ class VLLMEngine(EngineClient):
             await self.resume()
 
     async def pause(self) -> None:
-        """Refuse to pause. Paused requests would continue with the cache of the old weights, and tokens have no
-        version.
+        """Refuse to pause. vLLM would continue paused requests with the cache of the old weights, and reports no
+        version of a token.
 
         Raises:
             EngineError: always.
@@ -146,14 +147,14 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/sleep", params=params, timeout=MEMORY_TIMEOUT)
 
     async def take_back(self) -> None:
-        """Allocate all freed memory again, because the request names no tags."""
+        """Allocate all freed memory again. A request with tags would allocate only a part."""
         await self._call_development("POST", "/wake_up", timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Request completions once, with whichever weights the server has.
 
-        vLLM's answers carry no weight version. The version is therefore requested before and after the calls; if it
-        changed, the completions get an unknown version.
+        vLLM's answers carry no weight version. The version is therefore requested before and after the calls.
+        Completions during which the version changed get an unknown version.
         """
         # Each completion is a separate call, because vLLM takes one seed per call.
         answers, version = await self._sample_all(
@@ -204,8 +205,8 @@ class VLLMEngine(EngineClient):
     async def _sample_all(
         self, render: Callable[[str], Sequence[dict[str, Any]]]
     ) -> tuple[list[Any], str]:  # Any: JSON both ways
-        """The answers to some calls, and their weight version. If the version changed meanwhile, the result matches no
-        version.
+        """The answers to some calls, and their weight version. If the version changed during the calls, the returned
+        version matches no weights.
 
         Args:
             render: makes the bodies of the calls for an adapter. The function is called after the first request for the
@@ -222,17 +223,14 @@ class VLLMEngine(EngineClient):
             raise await self._adapters.explain(error, body.get("model", "")) from error
 
     async def weight_version(self) -> str:
-        """The version that the server reports."""
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def _version_in_turn(self) -> str:
-        """The version that the server reports. The process's open connections limit the number of concurrent
-        requests."""
+        """The version that the server reports. The process's limit of open connections limits the concurrent calls."""
         async with request_places().questions:
             return await self.weight_version()
 
     async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError if the server's model has other shapes than the model in a directory."""
         check_same_model(self.name, Path(str((await self._model_config()).get("model", ""))), path)
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
@@ -250,9 +248,7 @@ class VLLMEngine(EngineClient):
         return await self._held_tensors(version)
 
     async def take_adapters(self, weights: AdaptedWeights, version: str) -> None:
-        """Load adapters beside the served weights, use the adapters from now on, and set the version.
-
-        If loading fails, the server continues to serve the earlier adapters.
+        """See `EngineClient`.
 
         Raises:
             WeightSyncError: the server reports another version.
@@ -265,14 +261,13 @@ class VLLMEngine(EngineClient):
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
 
     async def drop_adapters(self, *, kept: str) -> None:
-        """Unload all adapters except `kept`."""
         await self._adapters.drop(kept=kept)
 
     async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Send weights once and set the version. Running requests end before the load, on the old weights.
 
         Args:
-            kept: tensors that the server already has. They are sent too, because vLLM loads whole layers.
+            kept: tensors that the server already has. The kept tensors are sent too, because vLLM loads whole layers.
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
@@ -295,7 +290,6 @@ class VLLMEngine(EngineClient):
         return await self._held_tensors(version)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         if self._sender is not None:
             await self._sender.aclose()
         await super().aclose()
@@ -325,7 +319,7 @@ class VLLMEngine(EngineClient):
             # If the update fails halfway, later completions must not count as completions of the old version.
             await self._set_version(f"{version}, loading")
             yield
-            await self._call_development("POST", "/reset_prefix_cache")  # the entries are of the old weights
+            await self._call_development("POST", "/reset_prefix_cache")  # cached keys and values come from old weights
             await self._set_version(version)
         finally:
             await self.resume()
@@ -339,7 +333,7 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/update_weight_version", json={"new_version": version})
 
     async def _digests(self) -> dict[str, str]:
-        """The checksums of a server's tensors; {} for a server with several ranks, because each rank has parts of
+        """The checksums of a server's tensors, or {} for a server with several ranks, because each rank has parts of
         tensors."""
         answer = await self._call_development("POST", "/weight_checker", json={"action": "checksum"})
         checksums: dict[str, Any] = self._field(answer, "checksums")  # Any: JSON
@@ -375,15 +369,15 @@ class VLLMEngine(EngineClient):
 
 
 def _kept_in(model_config: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
-    """The number format of a server's weights; None if the weights are quantized."""
+    """The number format of a server's weights, or None if the weights are quantized."""
     dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and not model_config.get("quantization") else None
 
 
 @asynccontextmanager
 async def _untied(directory: Path) -> AsyncIterator[Path]:
-    """A directory with the same weights and a separate output head. If a copy is needed, the copy exists only within
-    the block."""
+    """Yield a directory with the weights of `directory` and a separate output head. If a copy is needed, the copy
+    exists only within the block."""
     if not is_tied(directory):
         yield directory
         return

@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
-"""Seconds that a publication waits longer than a pool, because the pool first quarantines an engine that is too
-slow."""
+"""Seconds by which a publication's time limit exceeds a pool's limit, so that the pool can first quarantine an
+engine."""
 VERSION_CHARS = 16
 """Number of hexadecimal digits in a default version. The digits differ for different weights and different
 trainings."""
@@ -71,7 +71,7 @@ class WeightSyncResult:
     version: str
     """The version that the engine was given."""
     error: str
-    """The problem; empty if the engine was verified to serve the version."""
+    """The problem, or empty if the engine was verified to serve the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class EarlierVersion:
     """Weights that were published before, and are published again although the trainer has newer weights."""
 
     number: int
-    """Number of optimizer steps after which these weights were published."""
+    """Number of optimizer steps after which the weights were published."""
     file: Path
     """The weights by their Hugging Face names, or the adapters alone, as safetensors."""
 
@@ -90,15 +90,15 @@ class PublishedVersion:
 
     version: str = ""
     weights: Weights | None = None
-    """The published weights; None before the first publication, and without engines."""
+    """The published weights, or None before the first publication, and without engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """Place and name of a run's published versions."""
+    """The place and the names of the weight versions that a run publishes."""
 
     weights_dir: Path
-    """Directory that holds one directory per version, or segments and config.json; every engine can read it."""
+    """Directory, readable by every engine, that holds one directory per version, or segments and config.json."""
     model_config: Path
     """The config.json that goes with the weights."""
     prefix: str
@@ -106,7 +106,7 @@ class PublishTarget:
     temperature: float = 1.0
     """The rollouts' temperature, with which the backend was created."""
     transfer: WeightTransfer = "auto"
-    """How the versions reach the engines."""
+    """Way of sending the weights to the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
     """Shared memory that holds the weights. Publications use it in place of a directory if every engine can read it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
@@ -114,12 +114,12 @@ class PublishTarget:
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
     base: PublishedBase = field(default_factory=PublishedBase, compare=False)
-    """The weights that published adapters belong to."""
+    """The place at which the frozen weights of the published adapters were published."""
     rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
     """How much of an update the engines' number format preserves."""
 
     def version_of(self, number: int) -> str:
-        """The name of the weights after so many optimizer steps."""
+        """The version of the weights after `number` optimizer steps."""
         return f"{self.prefix}-{number}"
 
 
@@ -137,15 +137,15 @@ async def sync_weights_to_engines(
     Args:
         checkpoint_path: a directory, segments that all engines can map, weights to send, or adapters in a folder.
         version: the engines' name for these weights, which must be unique. The default for a directory is its name with
-            the digest of its tensors; segments and sent weights have their own versions.
-        canary: verifies tensors that cannot be compared. By default, a forward pass of the checkpoint's model verifies
-            them.
+            the digest of its tensors. Segments and sent weights have their own versions.
+        canary: verifies tensors without comparable checksums. By default, a forward pass of the checkpoint's model does
+            this.
         timeout_s: time limit for each engine, to which the time to finish running requests is added. A slower engine
             counts as failed.
 
     Raises:
         CheckpointError: no version was given, and the directory has no weights from which to derive a version.
-        TrainingError: the trainer, which answers the canary, failed.
+        TrainingError: the trainer failed to compute the canary's log-probs.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     given = version or await _own_version(weights)
@@ -204,7 +204,7 @@ async def open_target(
     *,
     checkpoint_dir: Path | None = None,
 ) -> AsyncIterator[PublishTarget]:
-    """The given target, or a new target for this training, whose versions no other training has.
+    """Yield `target` or, without `target`, a new target with version names that are unique to this training.
 
     The files of a new target are in `weights` in the checkpoints' folder. Without this folder, they are in a temporary
     folder.
@@ -242,12 +242,12 @@ async def publish_weights(
     *,
     earlier: EarlierVersion | None = None,
 ) -> str:
-    """Publish the backend's weights as a new version and load them into all engines; returns the version.
+    """Publish the backend's weights as a new version and load them into all engines, and return the version.
 
     Without engines nothing is written.
 
     Args:
-        earlier: published instead of the backend's weights.
+        earlier: version to publish instead of the backend's weights.
 
     Raises:
         WeightSyncError: names every engine that does not serve the version.
@@ -296,10 +296,10 @@ async def _adapters_to_publish(
     *,
     access: SegmentAccess,
 ) -> dict[str, Tensor]:
-    """The adapters, if they are sent to the engines as adapters; otherwise empty.
+    """The adapters, or empty if the engines get merged weights.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
+        held: tensors of an earlier version to publish instead of the backend's weights, or empty.
     """
     own = held or await adapters_of(backend).result()
     adapters = {name: tensor for name, tensor in own.items() if is_adapter(name)}
@@ -307,7 +307,7 @@ async def _adapters_to_publish(
         return {}
     form = await common_form(engines, largest_rank(adapters))
     if form == "beside" and target.transfer == "auto" and access is SegmentAccess.NONE:
-        form = ""  # a directory has merged weights
+        form = ""  # a directory always has merged weights
     if form == "folder" and target.transfer != "auto":
         form = ""  # the engine is perhaps unable to read the trainer's files
     target.base.note_form(form, num_bytes=sum(tensor.nbytes for tensor in adapters.values()))
@@ -325,7 +325,7 @@ async def _weights_to_publish(
     """All weights, with merged adapters.
 
     Args:
-        held: the tensors of an earlier version, which is published instead of the backend's weights; may be empty.
+        held: tensors of an earlier version to publish instead of the backend's weights, or empty.
     """
     if any(map(is_adapter, held)):
         base = await base_weights_of(backend).result()
@@ -349,14 +349,14 @@ def _canary(
 
 
 def write_newest_version(target: PublishTarget) -> Path | None:
-    """The file of the weights that the engines serve; None without engines. If adapters are sent as adapters, the file
-    has only these.
+    """The file of the weights that the engines serve, or None without engines. If adapters are sent as adapters, the
+    file has only the adapters.
 
     The file is in the directory of published versions and is removed with them, so the caller must link the file to
     keep it.
     """
     weights, directory = target.newest.weights, target.weights_dir / target.newest.version
-    if isinstance(weights, AdaptedWeights):  # the engine reads the folder of adapters
+    if isinstance(weights, AdaptedWeights):  # the engine reads `directory`, the folder of adapters
         directory = directory.with_name(f"{directory.name}{OF_CHECKPOINT}")
     if weights is None:
         return None
@@ -381,12 +381,12 @@ async def _round_for(
     """Round the weights to the number format of the engines, if this format is known and not float32."""
     dtype = await common_dtype(engines)
     if dtype is not None and dtype != torch.float32:
-        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # other backends may lack this attribute
+        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # optional in a backend
         await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
-    """The access to segments that all given engines have; NONE without engines."""
+    """The access to segments that all given engines have, or NONE without engines."""
     return min(await gather([engine.segment_access for engine in engines]), default=SegmentAccess.NONE)
 
 
@@ -468,7 +468,7 @@ def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_
 
     Args:
         newest: the served version, which is always kept, even if its directory looks older because a clock was wrong.
-        num_kept: number of directories to keep; 0 if engines do not read directories.
+        num_kept: number of directories to keep, or 0 if engines do not read directories.
         base: name of the directory with the frozen weights of the adapters, which is also kept.
     """
     folders = [path for path in weights_dir.iterdir() if path.is_dir() and path.name != base]

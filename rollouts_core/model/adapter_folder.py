@@ -48,7 +48,7 @@ def write_adapter_folder(folder: Path, hf_model: PreTrainedModel, weights: Mappi
         return
     folder.mkdir()
     listed = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
-    # sorted, so that equal settings give an equal digest in the manifest
+    # sorted keys, so that equal settings give an equal digest in the manifest
     content = json.dumps(listed, indent=2, sort_keys=True) + "\n"
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")
     named = {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()}
@@ -84,6 +84,6 @@ def is_converted(settings: LoraConfig, hf_model: PreTrainedModel) -> bool:
         conversion.convert_peft_config_for_transformers(
             converted, model=hf_model, conversions=conversion.get_model_conversion_mapping(hf_model)
         )
-    except ValueError:  # only some of the layers that PEFT would fuse have adapters
+    except ValueError:  # PEFT would fuse layers of which only some have adapters
         return True
     return set(converted.target_modules or ()) != set(settings.target_modules or ())

@@ -17,9 +17,9 @@ WITHOUT_ADAPTER = re.compile(r"embed|\bw[pt]e\b|\blm_head\b|\.experts\.\d")
 READ_PAST_ADAPTERS = re.compile(r"(.*\.)(x|dt|out)_proj")
 """Matches names of layers in Mamba mixers whose weights kernels read directly, without calling the layer.
 
-An adapter on such a layer would not be trained. For `dt_proj` this also holds without kernels."""
+An adapter on such a layer would not be trained. For `dt_proj` this holds even if no kernel is installed."""
 MAMBA_PARAMETERS = ("A_log", "D")
-"""Parameters by which a Mamba mixer is recognized. Linear attention does not have both of them."""
+"""A module with both parameters is a Mamba mixer. Linear attention lacks at least one of them."""
 WEIGHTS_ALONE = re.compile(r".*\.(router\.classifier|altup\.correction_coefs)")
 """Matches names of layers in LongCat and Gemma 3n whose weight is also read without calling the layer."""
 BEFORE_LAYER_NUMBER = re.compile(r"^.*?\.(?=\d+\.)")
@@ -56,7 +56,7 @@ def is_target(layer: str, name: str) -> bool:
 
 
 def is_target_in_files(layer: str, name: str) -> bool:
-    """Like `is_target`, for a layer's name in weight files, which may have another prefix before the layer's number."""
+    """Like `is_target`, but ignores the part of `name` before the layer's number, which may differ in weight files."""
     return is_target(layer, BEFORE_LAYER_NUMBER.sub("", name))
 
 

@@ -16,7 +16,7 @@ from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, Ro
 from rollouts_core.model.model_shape import ModelShape, read_shape
 
 MAX_SHARERS = 4
-"""Highest number of completions that share a prompt in a row.
+"""Highest number of completions that share a prompt in one row of a batch.
 
 With a higher number, prompts would be computed less often, but each row would attend over more masked positions."""
 MASKED_COST = 3.0
@@ -36,7 +36,7 @@ Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
 
 
 class SharedPrompts(NamedTuple):
-    """Completions of RL that may share a prompt in a row: their number, and the lengths in tokens."""
+    """Completions of RL that may share a prompt in a row: their number, and lengths in tokens."""
 
     prompt_tokens: int
     new_tokens: int
@@ -44,7 +44,7 @@ class SharedPrompts(NamedTuple):
 
 
 def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompts | None:
-    """The completions that could share a prompt in a row; None if the settings exclude sharing."""
+    """The completions that could share a prompt in a row, or None if the settings exclude sharing."""
     num_samples = min(MAX_SHARERS, rollout.n_samples_per_prompt)
     if not rl.packing or num_samples < 2:
         return None
@@ -70,11 +70,11 @@ def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
 
 
 def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: SharedPrompts | None) -> str:
-    """The kernel that a run on a GPU with `varlen` will probably use. For estimates before the run.
+    """The attention kernel that a run probably uses if its GPU supports `varlen`, for estimates before the run.
 
     Args:
         settings: content of the model's config.json.
-        shared: completions that could share a prompt; None without sharing.
+        shared: completions that could share a prompt, or None without sharing.
     """
     if policy.attention != "auto":
         return policy.attention
@@ -93,11 +93,11 @@ def with_kernel(training: Training, kernel: str) -> Training:
 def choose_kernel(
     model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
 ) -> Choice:
-    """Choose the kernel for "auto" on this machine.
+    """Choose the kernel for `policy.attention = "auto"` on this machine.
 
     Args:
         device_type: type of the training device, such as "cpu" or "cuda".
-        shared: completions that could share a prompt; None without sharing.
+        shared: completions that could share a prompt, or None without sharing.
     """
     if policy.precision == "float32":
         return Choice("sdpa", "the precision is float32")

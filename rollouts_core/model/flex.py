@@ -3,8 +3,8 @@
     segments, prompts and positions -> block mask: for blocks of 128 x 128 positions, which of them are computed
     q, k, v and the block mask      -> flex_attention
 
-A block mask separates the samples of a row and lets them share a prompt, like a mask of T x T numbers. Unlike with such
-a mask, masked blocks are not computed. On a CPU, torch has no gradients of FlexAttention.
+Like a mask of T x T numbers, a block mask separates the samples of a row and lets them share a prompt. With a block
+mask, the kernel does not compute masked blocks. On a CPU, torch has no gradients of FlexAttention.
 
 B rows, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -42,8 +42,8 @@ def attend_flex(
     attention_mask: BlockMask,
     **others: Any,  # Any: arguments for other kernels
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention, as (B, T, H, D). transformers' FlexAttention kernel adds the model's score caps and attention
-    sinks."""
+    """Compute attention, and return (B, T, H, D). transformers' FlexAttention kernel applies the model's score caps and
+    attention sinks."""
     dtype = half_precision(value_BKTD)
     heads = (each.to(dtype) for each in (query_BHTD, key_BKTD, value_BKTD))
     return flex_attention_forward(module, *heads, attention_mask, **others)  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
     """The block mask of a batch, with the same rule as `batch.block_causal_mask`, for one kind of layer.
 
     Args:
-        window: number of positions in the layers' sliding window; None for full attention.
+        window: number of positions in the layers' sliding window, or None for full attention.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -82,7 +82,7 @@ def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
 
 
 def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
-    """Reason why FlexAttention cannot train the model on this machine, as a clause; "" if it can."""
+    """Reason why FlexAttention cannot train the model on this machine, as a clause, or "" if it can."""
     if not is_torch_flex_attn_available():
         return f"torch {torch.__version__} has no FlexAttention"
     if device_type != "cuda":
@@ -96,7 +96,7 @@ def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(hf_model: PreTrainedModel) -> str:
-    """Reason why FlexAttention cannot compute the model's attention, as a clause; "" if it can."""
+    """Reason why FlexAttention cannot compute the model's attention, as a clause, or "" if it can."""
     settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
         return f"{name} models are not known to work with FlexAttention"

@@ -36,7 +36,7 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a position reads exactly the positions that the mask allows."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
-"""Model types that ignore attention masks inside a row. Their settings do not show this."""
+"""Model types that ignore attention masks inside a row. The config.json of these models does not show it."""
 UNTOLD_MODELS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
     *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
@@ -50,13 +50,13 @@ The result is correct only if all tokens of a sample are adjacent in the row."""
 MODELS_OF_SHORT_ROWS = {"big_bird", "gpt_neo", "mpt", "reformer"}
 """Model types that refuse rows longer than their number of positions, even if all position ids are small.
 
-They have a table that is indexed by the row length."""
+These models have a table that is indexed by the row length."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """Prefixes of settings that show that a model has no fixed number of positions, or needs no positions."""
 
 
 class Positions(NamedTuple):
-    """The number of positions for which a model was made."""
+    """The number of positions for which a model was trained."""
 
     num: int
     are_all: bool
@@ -94,7 +94,7 @@ def load_hf_model(
             output_loading_info=True,
         )
     except ImportError as error:
-        if attention in KERNELS_OF_FLOAT32:  # torch contains these kernels, so the missing package is another one
+        if attention in KERNELS_OF_FLOAT32:  # torch contains these kernels, so the model needs a missing package
             raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
@@ -112,8 +112,8 @@ def load_hf_model(
 def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str:
     """Compare tensor shapes in weight files with config.json. Returns a sentence about the first difference.
 
-    Returns "" if the shapes agree or cannot be compared. Experts are skipped, because transformers merges or transposes
-    them in some models without changing the name.
+    Returns "" if the shapes agree or cannot be compared. Experts are skipped, because in some models transformers
+    merges or transposes their tensors but keeps the names.
 
     Args:
         shapes: shapes of the tensors in the files, by name.
@@ -170,8 +170,8 @@ def default_device() -> str:
 
 
 def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
-    """How the model converts products of its output head to logits, by the settings of Cohere, Falcon-H1, Granite
-    and Gemma."""
+    """How the model converts products of its output head to logits, read from settings that Cohere, Falcon-H1, Granite
+    and Gemma have in config.json."""
     settings = hf_model.config.get_text_config()
     scale = (getattr(settings, "logit_scale", None) or 1.0) * (getattr(settings, "lm_head_multiplier", None) or 1.0)
     divisor = getattr(settings, "logits_scaling", None) or 1.0
@@ -193,8 +193,8 @@ def check_logits(hf_model: PreTrainedModel) -> None:
     """Check that the model computes its logits as `find_logit_transform` says.
 
     Log-probs are computed from hidden states and the output head (`logprobs.py`), so any other transformation would be
-    missing. The model's logits for two tokens are compared twice: once unchanged, and once with products so large that
-    any cap changes them.
+    missing. The check compares the model's logits for two tokens twice: first unchanged, then with products of the head
+    so large that any cap changes them.
 
     Raises:
         ConfigError: the model has no output head, or transforms hidden states or logits in an unknown way.
@@ -248,7 +248,7 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
 
 
 def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
-    """The model's config.json; None if it cannot be read. Loading the model reports the reason."""
+    """The model's config.json, or None if unreadable. A later load of the model reports the reason."""
     try:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
@@ -275,7 +275,7 @@ def check_settings(config: ModelConfig) -> None:
 
 
 def find_unmasked_layers(settings: PreTrainedConfig) -> str:
-    """A kind of layer in the model that passes information between positions despite a mask; "" if there is none."""
+    """A kind of layer in the model that passes information between positions despite a mask, or "" if there is none."""
     kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
     return min(kinds - MASKED_LAYERS, default="")
 
@@ -323,14 +323,14 @@ def check_not_quantized(config: ModelConfig) -> None:
 
 
 def find_positions(config: ModelConfig) -> Positions | None:
-    """The number of positions of the language model at `config.path`; None if its config.json has no limit."""
+    """The number of positions of the language model at `config.path`, or None if its config.json has no limit."""
     if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
-    # some models with rotary positions also have a table and this setting
+    # this setting belongs to a table of positions, which even some models with rotary positions have
     if isinstance(num := values.get("n_positions"), int):
         return Positions(num, are_all=True)
-    if settings.model_type == "mpt":  # MPT's ALiBi has a limit, unlike that of other models
+    if settings.model_type == "mpt":  # unlike other models, MPT limits the positions of its ALiBi
         return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
@@ -338,7 +338,7 @@ def find_positions(config: ModelConfig) -> Positions | None:
 
 
 def find_rotation_limit(config: ModelConfig) -> int | None:
-    """Highest position for which a model with LongRoPE uses its short factors. None for models without LongRoPE.
+    """Highest position for which a model with LongRoPE uses its short factors, or None for models without LongRoPE.
 
     transformers uses the long factors for all rows of a batch as soon as one position is beyond this limit.
     """
@@ -389,7 +389,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
-    # transformers would write these values into checkpoints. Their digests would then differ between machines.
+    # transformers would write these values into checkpoints, whose digests would then differ between machines.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
@@ -398,7 +398,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
     """Sentence for an error: a model or tokenizer could not be loaded.
 
-    transformers takes a missing folder for a name on the hub, so the sentence mentions a missing folder.
+    transformers treats the path of a missing folder as a name on the hub, so the sentence says that no folder exists.
     """
     folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
@@ -422,7 +422,7 @@ def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, pa
 
 
 def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's largest token id plus 1. Models often have more embeddings than this.
+    """The tokenizer's largest token id plus 1. Models often have more embeddings than token ids.
 
     The result exceeds `len(tokenizer)` if some smaller ids are unused.
     """
@@ -430,7 +430,7 @@ def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token id for padding. Masks exclude padding from every result."""
+    """The tokenizer's padding token, or else its end-of-sequence token. Masks exclude padding from every result."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 

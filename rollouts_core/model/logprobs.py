@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_PIECE_BYTES = 64 << 20
-"""Highest size of a piece's logits in float32, bytes. If a batch has only one piece, its logits are kept for the
-backward pass."""
+"""Highest size of the logits of one piece of the tokens in float32, bytes. If all tokens fit in one piece, its logits
+are kept for the backward pass."""
 MAX_GPU_PIECE_BYTES = 4 * MAX_PIECE_BYTES
 """Highest size of a piece's logits in float32 on a GPU, bytes.
 
@@ -34,7 +34,7 @@ class LogitTransform:
     scale: float = 1.0
     """Factor by which the products are multiplied."""
     cap: float | None = None
-    """Limit of the logits' absolute values; None if the model has no limit."""
+    """Limit of the logits' absolute values, or None if the model has no limit."""
 
 
 PLAIN_LOGITS = LogitTransform()
@@ -111,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if num_tokens <= ctx.piece and any(ctx.needs_input_grad):
                 ctx.logits = logits
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N)
-        ctx.set_materialize_grads(False)  # entropies that are not used then cost nothing in the backward pass
+        ctx.set_materialize_grads(False)  # unused entropies then cost nothing in the backward pass
         return logprobs_N, entropies_N
 
     @staticmethod
@@ -172,7 +172,7 @@ def _piece_of_logits(
 
 
 def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
-    """Derivative of the logit transform, computed from the logits after the temperature. None if it is 1 everywhere."""
+    """Derivative of the logit transform, computed from the logits after the temperature, or None if it is always 1."""
     if transform.cap is not None:
         # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
         return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)

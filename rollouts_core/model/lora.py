@@ -73,7 +73,7 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
 
 @contextmanager
 def adapters_off(hf_model: nn.Module) -> Iterator[None]:
-    """Context manager that switches the adapters off: the model computes as before its training."""
+    """Inside the `with` block, switch the adapters off, so that the model computes with its start weights."""
     layers = adapted_layers(hf_model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -133,7 +133,7 @@ def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def reset_adapters(hf_model: nn.Module) -> None:
-    """Set the adapters to change nothing, as when they were added."""
+    """Set B of every adapter to 0, so that the adapters do not change the model's output."""
     for name, parameter in hf_model.named_parameters():
         if is_adapter_weight(name) and ".lora_B." in name:
             parameter.zero_()
@@ -147,7 +147,8 @@ def is_adapter_weight(name: str) -> bool:
 def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
     """Names of the linear layers that can get adapters.
 
-    Layers whose weight is read directly are excluded: the output head (`logprobs.py`), and some layers of Mamba.
+    Layers whose weight is read without calling the layer are excluded: the output head (`logprobs.py`), and some layers
+    of Mamba.
     """
     head = hf_model.get_output_embeddings()
     parameters = dict(hf_model.named_parameters())

@@ -49,7 +49,7 @@ class ModelShape:
 
 
 def read_shape(settings: Mapping[str, Any]) -> ModelShape | None:  # Any: JSON
-    """Read the sizes from a config.json. Returns None if some are missing.
+    """Read the sizes from a config.json. Returns None if a size is missing.
 
     If the model has several parts, the sizes are those of its language model (`text_config`).
     """

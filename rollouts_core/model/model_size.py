@@ -1,4 +1,4 @@
-"""Find the size of a model from the headers of its files, in a folder or on the Hugging Face hub.
+"""Find the size of a model from the headers of its weight files, in a folder or on the Hugging Face hub.
 
     folder                                      headers of *.safetensors, config.json  ──> ModelSize
     hub, in a subprocess:  cache, or the first bytes of its files and config.json      ──> ModelSize
@@ -28,7 +28,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
-"""Time limit for the hub's answer, seconds. It includes one or two seconds for importing the hub's library."""
+"""Time limit for the hub's answer, seconds. The limit includes one or two seconds for importing the hub's library."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 
@@ -38,19 +38,20 @@ class ModelSize:
     """Shapes and file sizes of a model, found without reading its weights."""
 
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of each tensor by name; empty if unknown."""
+    """Shape of each tensor by name, or empty if unknown."""
     num_file_bytes: int = 0
     """Total size of the weight files, bytes."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
-    """Content of the model's config.json; empty if there is no such file."""
+    """Content of the model's config.json, or empty if there is no such file."""
     problem: str = ""
-    """Reason why the tensors are unknown; empty if they are known."""
+    """Reason why the tensors are unknown, or empty if they are known."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights after loading; 0 if unknown.
+        """Number of weights after loading, or 0 if unknown.
 
-        Files of a model with tied weights may store the embedding a second time as output head. It is counted once.
+        Files of a model with tied weights may store the embedding a second time as output head. The embedding is
+        counted once.
         """
         is_twice = self.settings.get("tie_word_embeddings") is True and len(self.tensors) > 1
         return sum(math.prod(shape) for name, shape in self.tensors.items() if not (is_twice and name == HEAD))
@@ -64,7 +65,7 @@ class ModelSize:
 
 
 def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """Find the size of a model in a folder or on the hub. If it is unknown, `problem` of the result has the reason.
+    """Find the size of a model in a folder or on the hub. If the size is unknown, `problem` has the reason.
 
     Args:
         timeout_s: time limit for the hub, seconds.
@@ -139,7 +140,7 @@ def read_hub(name: str, revision: str | None) -> ModelSize:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files that a loader reads. A folder may contain the same weights again in another format."""
+    """The weight files that a loader reads. Other files in the folder may contain the same weights again."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -25,7 +25,7 @@ def refuse_pickled_weights(
     files.
 
     Args:
-        instead: what the user can do, for the error message.
+        instead: remedy that the error message names.
     """
     pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
     has_adapter = (path / ADAPTER_SETTINGS).exists() and not (path / ADAPTER).exists()

@@ -58,8 +58,8 @@ KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
 """Relative change of hidden states above which samples in a row are considered to affect each other.
 
-The first value is for float32. The second is for bfloat16, which rounds more, and whose rounding can select other
-experts."""
+`MIXED_SHARE` is for float32. `ROUNDED_MIXED_SHARE` is for bfloat16, whose coarser rounding can also make a router
+select other experts."""
 
 
 class Policy(nn.Module):
@@ -68,11 +68,11 @@ class Policy(nn.Module):
     Args:
         temperature: divisor of the logits before the softmax: in RL the sampling temperature of the rollouts, in SFT 1.
         with_entropies: also compute the entropy at every scored position.
-        with_values: add a value head that predicts returns from hidden states. Its weights start at 0.
-        autocast_dtype: dtype of matrix products; None uses the dtype of the weights.
+        with_values: add a value head that predicts returns from hidden states. The head's weights start at 0.
+        autocast_dtype: dtype of matrix products, or None to use the dtype of the weights.
         mixes_samples: True if samples in a row affect each other. The policy then refuses packed rows.
-        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
-        start_sample: `sample_weights` of the start weights, without adapters; None if not needed.
+        num_tokens: the softmax covers only token ids below this number, or all ids of the model if None.
+        start_sample: result of `sample_weights` for the start weights, without adapters, or None if not needed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def create_policy(
 
     Args:
         num_tokens: the softmax covers only token ids below this number.
-        with_start_sample: fill `Policy.start_sample`. This copies a part of each tensor from the device.
+        with_start_sample: fill `Policy.start_sample`. Filling it copies a part of each tensor from the device.
 
     Raises:
         CheckpointError: the path has no loadable model.
@@ -176,8 +176,8 @@ def create_policy(
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
     """The attention kernel for a device: the kernel that `policy.attention` names, or the choice for "auto".
 
-    For "auto", this function never chooses flash-attn. Batches for "auto" may share prompts through a mask, which
-    flash-attn does not support. A job resolves "auto" before it makes batches, so a job can choose flash-attn.
+    For "auto", this function never chooses flash-attn. With "auto", several samples in a row may share one prompt,
+    which needs a mask, and flash-attn supports no masks. Only a job can choose flash-attn, before it builds batches.
 
     Raises:
         ConfigError: the named kernel (`varlen` or `flex`) cannot train this model on this device.
@@ -197,7 +197,8 @@ def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
 
 
 def loaded_kernel(kernel: str) -> str:
-    """The kernel with which to load a model before `use_kernel`. Loading runs the model once, possibly on a CPU."""
+    """The kernel with which to load a model before `use_kernel`. Loading runs the model once, possibly on a CPU, which
+    `varlen` and `flex` do not support."""
     return "sdpa" if kernel in (VARLEN, FLEX) else kernel
 
 
@@ -213,10 +214,10 @@ def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None
 
 @torch.no_grad()
 def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
-    """Test whether a sample's hidden states change if another sample shares its row and prompt.
+    """Test whether a sample's hidden states change if another sample is in the same row and shares its prompt.
 
-    For models of transformers, settings decide this (`check_packable`). A model's own code needs a test run: it may
-    ignore masks or positions, or carry a state that the settings do not mention.
+    For transformers' own models, `check_packable` answers this from the settings. A model with its own code needs a
+    test run: the code may ignore masks or positions, or carry a state that the settings do not mention.
     """
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return False
@@ -267,7 +268,7 @@ def score_targets(
     """Score the targets inside the batch's loss mask. The results are 0 at other positions.
 
     Args:
-        num_tokens: the softmax covers only token ids below this number; None covers all ids of the model.
+        num_tokens: the softmax covers only token ids below this number, or all ids of the model if None.
 
     Raises:
         DataError: a target's token id is not below `num_tokens`.
@@ -309,7 +310,7 @@ def check_targets(batch: TrainBatch, num_tokens: int) -> None:
 def compute_logprobs(
     hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0, num_tokens: int | None = None
 ) -> Tensor:
-    """(B, T) log p(target | previous tokens of the same sample), nats; 0 outside the loss mask."""
+    """(B, T) log p(target | previous tokens of the same sample), nats, or 0 outside the loss mask."""
     return score_targets(hf_model, batch, temperature=temperature, num_tokens=num_tokens).logprobs_BT
 
 
@@ -357,7 +358,7 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask |
 
 
 def find_window(config: PreTrainedConfig) -> int | None:
-    """Number of positions in the sliding window of the model's attention; None if the model has no window.
+    """Number of positions in the sliding window of the model's attention, or None if the model has no window.
 
     A window in config.json is ignored if the model's class ignores it, for example in a Mistral converted to a Llama.
     """
@@ -369,8 +370,8 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
-    """Dtype of masks. Under autocast this is the kernel's dtype, because otherwise every layer would keep a
-    converted copy."""
+    """Dtype of masks. Under autocast this is the kernel's dtype, because otherwise every layer would keep a converted
+    copy of the mask."""
     is_sdpa = hf_model.config._attn_implementation in ("sdpa", SDPA_BY_ROWS, VARLEN)
     if is_sdpa and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

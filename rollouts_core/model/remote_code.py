@@ -1,8 +1,8 @@
 """Check that a checkpoint contains no other Python code than the model from which its training started.
 
 With `model.trust_remote_code`, the code in a model's folder runs when the model is loaded. The user trusts the code of
-the start model. A checkpoint may come from another machine, which must not be able to run its own code here. This file
-must not import torch.
+the start model. A checkpoint may come from another machine, which must not be able to run code on this machine. This
+file must not import torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def check_code_of_start(checkpoint: Path, start: Path) -> None:
     """Check that loading a checkpoint runs only code that its start model also has.
 
     Args:
-        start: folder of the start model. If it is a name on the hub, nothing is checked, because the code is not on
-            this machine.
+        start: folder of the start model. If the start model is a name on the hub, nothing is checked, because its code
+            is not on this machine.
 
     Raises:
         CheckpointError: a Python file of the checkpoint, or a class in its `auto_map`, is missing in the start model.

@@ -3,8 +3,8 @@
     y = w * x * r,  r = (mean(x^2) + eps)^-1/2        dx = r * (w * dy - x * r * mean(w * dy * x * r))
 
 The backward pass calls torch's kernel for layer norm with mean 0 and r, which computes dx and dw at once. That kernel
-also subtracts r * mean(w * dy) from dx, because layer norm subtracts a mean. RMS norm does not, so the term is added
-back.
+also subtracts r * mean(w * dy) from dx, because layer norm subtracts a mean. RMS norm subtracts no mean, so this
+backward pass adds the term again.
 
 N positions, H hidden size.
 """
@@ -73,7 +73,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
-    """Replace the model's RMS norms by `RMSNorm`, unless a test shows different results. The weights are kept."""
+    """Replace the model's RMS norms by `RMSNorm`, unless a test shows different results. The replacements keep the
+    weights."""
     for module in list(hf_model.modules()):
         for name, norm in list(module.named_children()):
             if type(norm).__name__.endswith("RMSNorm") and (replacement := _find_replacement(norm)) is not None:
@@ -82,7 +83,7 @@ def use_fast_rms_norms(hf_model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _find_replacement(norm: nn.Module) -> RMSNorm | None:
-    """The replacement of `norm`; None if a test shows that `norm` computes another formula."""
+    """The replacement of `norm`, or None if a test shows that `norm` computes another formula."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None or dict(norm.named_children()):
         return None

@@ -37,14 +37,14 @@ transformers' own sdpa kernel creates a mask if it gets none. To do so, it tests
 GPU."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Narrower heads are padded
-with zeros."""
+"""Largest head width that `varlen_attn` supports, and the multiple that widths must have. Heads whose width is not a
+multiple are padded with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments by which models change attention scores in ways that `varlen_attn` does not support."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's `varlen_attn`; None if this version of torch lacks it or its support for sliding windows."""
+    """torch's `varlen_attn`, or None if this version of torch lacks it or its support for sliding windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -76,7 +76,7 @@ def attend_varlen(
     mask.
 
     Args:
-        cu_seq_lens_q: start of each sample in the row, and the end of the last one.
+        cu_seq_lens_q: start of each sample in the row, and the end of the last sample.
         max_length_q: tokens of the longest sample.
 
     Raises:
@@ -152,7 +152,7 @@ def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
-    """Reason why `varlen_attn` cannot train the model on this machine, as a clause; "" if it can."""
+    """Reason why `varlen_attn` cannot train the model on this machine, as a clause, or "" if it can."""
     if find_varlen_attn() is None:
         return f"torch {torch.__version__} has no varlen_attn that supports sliding windows"
     if device_type != "cuda":
@@ -163,10 +163,10 @@ def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
 
 
 def why_unfit(model: ModelConfig) -> str:
-    """Reason why `varlen_attn` cannot compute the model's attention, as a clause; "" if it can.
+    """Reason why `varlen_attn` cannot compute the model's attention, as a clause, or "" if it can.
 
-    The model's settings do not show every kind of attention. Therefore the model also runs once without values, on
-    torch's meta device.
+    The model's settings do not show every kind of attention. Therefore `why_unfit` also runs the model once without
+    values, on torch's meta device.
     """
     try:
         hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)
@@ -192,9 +192,8 @@ def takes_flash_attention(model: ModelConfig) -> bool:
 
 
 def _why_no_bounds(hf_model: PreTrainedModel) -> str:
-    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause.
-
-    "" if such a kernel can.
+    """Reason why a kernel that gets only the bounds of the samples cannot compute the model's attention, as a clause,
+    or "" if a kernel with bounds can.
     """
     name = hf_model.config.model_type
     if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:

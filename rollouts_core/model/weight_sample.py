@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 NUM_SAMPLED = 4096
-"""Number of sampled elements per tensor, at fixed random positions. Smaller tensors are used completely.
+"""Number of sampled elements per tensor, at fixed random positions. Smaller tensors are sampled completely.
 
 The sampling error of `Arrival.arrived` is below 0.01 for models with at least 10 million weights."""
 FEW_ARRIVED = 0.9
 """Smallest share of an update that may arrive in engines without a warning."""
 ROUNDING_REMEDY = 'set rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
 ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
-"""The names of the metrics of a publication to engines that round weights."""
+"""Names of metrics that describe a publication of weights to engines that round them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
     For tensors on a GPU, start values and positions are copied to the GPU tensor by tensor, and the sums are read once.
 
     Args:
-        start: `sample_weights` of the start weights. Tensors missing here are skipped.
+        start: result of `sample_weights` for the start weights. Tensors that are missing in `start` are skipped.
         weights: whole tensors, before rounding to `dtype`.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for name, tensor in weights.items():  # a fixed order, so that sums are rounded equally in every process
+    for name, tensor in weights.items():  # in a fixed order, so that every process rounds the sums equally
         if name not in start:
             continue
         before, now = start[name].to(tensor.device), _pick(tensor)

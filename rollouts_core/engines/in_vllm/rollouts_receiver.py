@@ -22,10 +22,10 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
 class WeightReceiver:
-    """Additional methods of a vLLM worker; `self` is the worker."""
+    """Additional methods of a vLLM worker, with the worker as `self`."""
 
     def join_weight_group(self, address: str, port: int, name: str, backend: str, size: int) -> None:
-        """Join the trainer's process group; returns when all members have joined."""
+        """Join the trainer's process group, and return when all members have joined."""
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
         # Each replica of data parallelism numbers its workers from 0.
