@@ -105,7 +105,8 @@ async def is_asleep(server: Server) -> bool:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", ["sglang", pytest.param("vllm", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_where_a_server_cannot_hand_memory_over_its_log_says_so_in_a_sentence(
     kind: EngineKind, start: SavedModel, tmp_path: Path
 ) -> None:

@@ -59,7 +59,8 @@ def test_a_gated_model_is_refused_by_the_hub(kind: EngineKind, hub: Hub, tmp_pat
     assert "the hub refuses the model: accept its terms" in explain_engine_log(log), log
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sglang", marks=pytest.mark.matrix), "vllm"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_a_model_that_the_hub_does_not_show_is_missing_or_private(kind: EngineKind, hub: Hub, tmp_path: Path) -> None:
     log = end_of(kind, "team/nothing", tmp_path, hub)
     assert "missing at the hub, or private" in explain_engine_log(log), log

@@ -231,7 +231,7 @@ def test_where_checksums_cannot_be_compared_a_canary_knows_what_was_sent(
     [
         pytest.param("embedded", "gloo", marks=pytest.mark.slow),
         pytest.param("sglang", "gloo", marks=[pytest.mark.engine, pytest.mark.matrix]),
-        pytest.param("sglang", "tensors", marks=pytest.mark.engine),
+        pytest.param("sglang", "tensors", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
     indirect=["server"],
 )

@@ -26,7 +26,7 @@ from tests.engines.asking import LOGPROB_TOLERANCE, ask, worst_gap
 from tests.engines.models import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, engine_python, started_by_hand
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(400)]
 
 
 async def wait_until_ready(address: str) -> None:

@@ -47,6 +47,7 @@ CANCEL_S = 30.0
 """Prefect kills a flow that does not end this long after it was cancelled."""
 
 
+@pytest.mark.matrix
 def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
     served: Rollouts, tmp_path: Path
 ) -> None:
