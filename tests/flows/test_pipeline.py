@@ -103,7 +103,7 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()
     with local_server(rollouts.store) as address:
-        [told] = ask(address, "POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "small-"}}})
+        told = ask(address, "GET", f"/flow_runs/{json.loads((run / 'run.json').read_text())['run_id']}")
     assert (told["state_type"], told["state_name"]) == ("FAILED", "NoImprovement")
     assert told["state"]["message"].startswith("RL did not improve"), told["state"]
 
