@@ -1,7 +1,7 @@
 """The database of a new store: a copy of the empty database that the user's first store got from Prefect.
 
 Prefect makes a new database by a hundred migrations with 34,000 statements. On an idle machine with two cores, a server
-then starts in 9.7 s, and with a copy in 5.0 s. It has tables and no rows, and belongs to one version of Prefect.
+then starts in 9.7 s, and with a copy in 5.0 s. The copy has tables and no rows, and belongs to one version of Prefect.
 
     first store    -> migrations -> server starts -> tables without rows -> ~/.cache/rollouts/prefect-3.8.1.db
     next stores    <- copy ---------------------------------------------------+

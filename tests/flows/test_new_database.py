@@ -1,6 +1,6 @@
 """Pins that a new store's database is a copy of an empty one, and never of one that is damaged or another user's.
 
-Without the copy each new store waits 3 s for Prefect's migrations. With a wrong one no new store has a server.
+Without the copy each new store waits for Prefect's migrations. With a wrong one no new store has a server.
 """
 
 from __future__ import annotations
