@@ -26,16 +26,23 @@ from tests.infra.ssh_server import make_key
 from tests.kit.chromium import chromium
 from tests.kit.commands import Rollouts
 from tests.kit.runs import (
-    ENDLESS,
     LONG,
     assert_last_step_is_saved,
     events_of,
     exits_of,
-    give_way,
     program_of,
     run_dir,
 )
-from tests.kit.serving import address_of, api, state_of, trigger, up, wait_for_checkpoint, wait_for_state
+from tests.kit.serving import (
+    address_of,
+    api,
+    state_of,
+    train_endlessly,
+    trigger,
+    up,
+    wait_for_checkpoint,
+    wait_for_state,
+)
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
@@ -276,10 +283,7 @@ def test_a_run_that_is_cancelled_in_the_ui_saves_its_last_step_and_its_live_page
     page: Page,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
-    run_id = trigger(served, "small")
-    sft = wait_for_checkpoint(served, "sft")
-    give_way(sft)
+    run_id, sft = train_endlessly(served, tmp_path / "small")
     with live_page(page, served, run_id) as visitor:
         state = visitor.locator("article[id^=stage-sft] > p").first
         assert " left" in state.inner_text()

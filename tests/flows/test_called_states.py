@@ -19,7 +19,7 @@ from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.test_cancel import run_that_holds
 from tests.kit.commands import Rollouts
 from tests.kit.runs import ENDLESS, assert_goes_on, assert_nothing_is_left, paused, run_until
-from tests.kit.serving import flows_of, state_of, trigger, up, wait_for_checkpoint
+from tests.kit.serving import flows_of, state_of, train_endlessly
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
@@ -48,9 +48,7 @@ def test_a_served_run_that_is_called_ended_ends_and_keeps_that_state(
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
-    run_id = trigger(served, "small")
-    sft = wait_for_checkpoint(served, "sft")
+    run_id, sft = train_endlessly(served, tmp_path / "small")
     call(served, run_id, state)
     wait_until_given_up(served, run_id, sft)
     wait_until(lambda: state_of(served, run_id) == state, what=f"the state {state}")
@@ -76,9 +74,7 @@ def test_cancel_ends_a_living_run_whatever_it_is_called(
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
-    run_id = trigger(served, "small")
-    sft = wait_for_checkpoint(served, "sft")
+    run_id, sft = train_endlessly(served, tmp_path / "small")
     serving = find_serving(served.store)
     assert serving is not None
     (flow,) = flows_of(serving.pid)
@@ -95,9 +91,7 @@ def test_a_run_that_is_called_crashed_leaves_its_job_and_one_that_was_not_heard_
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
-    run_id = trigger(served, "small")
-    sft = wait_for_checkpoint(served, "sft")
+    run_id, sft = train_endlessly(served, tmp_path / "small")
     call(served, run_id, "CRASHED", message="nothing was heard of its process for 10 minutes; its jobs go on")
     wait_until(lambda: state_of(served, run_id) == "RUNNING", what="the run, Running", timeout_s=60.0)
     call(served, run_id, "CRASHED")

@@ -18,7 +18,7 @@ from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
 from tests.kit.commands import ROOT, Rollouts, clean_environment
 from tests.kit.runs import ENDLESS
-from tests.kit.serving import api, flows_of, state_of, trigger, up, wait_for_checkpoint
+from tests.kit.serving import api, flows_of, state_of, train_endlessly, trigger, wait_for_checkpoint
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
@@ -122,9 +122,7 @@ def test_a_killed_run_whose_deployment_was_deleted_is_crashed_and_says_why(
     served: Rollouts,
     tmp_path: Path,
 ) -> None:
-    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **ENDLESS)))
-    run_id = trigger(served, "small")
-    wait_for_checkpoint(served, "sft")
+    run_id, _ = train_endlessly(served, tmp_path / "small")
     api(served, "DELETE", f"/deployments/{api(served, 'GET', '/deployments/name/sft-rl/small')['id']}")
     os.kill(flow_of(served), signal.SIGKILL)
     wait_until(lambda: message_of(served, run_id) == NO_DEPLOYMENT, what="the reason", timeout_s=120.0, every_s=1.0)

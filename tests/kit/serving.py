@@ -13,7 +13,8 @@ from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.own_server.lend import ServerAddress, running_server
 from rollouts.flows.prefect_api import ask
 from tests.kit.commands import Rollouts
-from tests.kit.runs import events_of, give_way, run_dir
+from tests.kit.runs import ENDLESS, events_of, give_way, run_dir
+from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
 RUN_LINK = re.compile(r"/runs/flow-run/([0-9a-f-]{36})")
@@ -87,6 +88,13 @@ def wait_for_checkpoint(rollouts: Rollouts, stage: str) -> Path:
     directory = run_dir(rollouts, stage)
     give_way(directory)
     return directory
+
+
+def train_endlessly(rollouts: Rollouts, folder: Path) -> tuple[str, Path]:
+    """A served run in the middle of an SFT that does not end by itself: the run's id, and the stage's run directory."""
+    up(rollouts, str(write_small_pipeline(folder, mode="sft", **ENDLESS)))
+    run_id = trigger(rollouts, "small")
+    return run_id, wait_for_checkpoint(rollouts, "sft")
 
 
 def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
