@@ -26,7 +26,7 @@ from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, no_machine
 from rollouts.tasks.closest_stage import describe_difference, find_older_version, find_shorter
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage_order import run_stages
-from rollouts.tasks.store_paths import RUN_FILE
+from rollouts.tasks.store_paths import RUN_FILE, newest_first
 from rollouts_core.checkpoint import newest_step
 from rollouts_core.checks.needed_part import GIB
 from rollouts_core.checks.placement_plan import placed_work
@@ -175,9 +175,8 @@ def _describe_place(node: NodeSettings) -> str:
 
 def read_stage_times(store: Path, run_name: str) -> dict[str, TimedStage]:
     """The time that each stage took when a run of this name ran it last, by the name of the stage."""
-    files = sorted(store.glob(f"runs/*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
     found: dict[str, TimedStage] = {}
-    for path in files[:MAX_RUNS_READ]:
+    for path in newest_first(store.glob(f"runs/*/{RUN_FILE}"))[:MAX_RUNS_READ]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # written by another version, or damaged
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["run_name"] != run_name:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollouts.tasks.records import Stage
+from rollouts.tasks.store_paths import newest_first
 from rollouts_core.config.record import SELECTION
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import FINGERPRINT_CHARS, SEMANTICS_VERSION, fingerprint_job, flat_settings
@@ -92,13 +92,10 @@ def find_older_version(name: str, job: Job, stages: Path) -> str:
 def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
     """Yield the directory names and jobs of finished stages with this stage's name, newest first."""
     own = Path(stage.run_dir)
-    finished: list[tuple[float, Path]] = []
-    for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
-        with suppress(FileNotFoundError):  # another process has just pruned the stage
-            finished.append((result.stat().st_mtime, result.parent))
-    for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
+    results = own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}")
+    for result in newest_first(results)[:MAX_COMPARED]:
         try:
-            yield directory.name, load_job(RunDirectory(directory).job)
+            yield result.parent.name, load_job(RunDirectory(result.parent).job)
         except ConfigError:
             continue  # the job file is damaged, or an earlier version wrote it
 

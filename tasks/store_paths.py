@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,15 @@ NAMES = {
     ENGINES: re.compile(r"[a-z]+-[\w.+!]+-[0-9a-f]{16}"),
 }
 """The patterns of names of folders in the store, by the kind of folder."""
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """The existing files among `paths`, the last changed file first. Another command may have just removed a file."""
+    found: list[tuple[float, Path]] = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def is_place(kind: str, name: str) -> bool:

@@ -39,6 +39,7 @@ from rollouts.infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
 from rollouts.infra.renting.rentals import Rental, describe_keeping, open_rentals
 from rollouts.infra.run_ids import short_id
 from rollouts.tasks.model_aliases import models_of_runs
+from rollouts.tasks.store_paths import newest_first
 from rollouts_core.metrics import read_last_lines
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
@@ -182,7 +183,7 @@ def _runs_of_store(
 
 def describe_reports(store: Path) -> list[str]:
     """A line for each report of the latest finished runs, printed if no Prefect server runs."""
-    reports = sorted((store / "runs").glob("*/report.html"), key=lambda path: path.stat().st_mtime, reverse=True)
+    reports = newest_first((store / "runs").glob("*/report.html"))
     return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
 
 

@@ -21,7 +21,7 @@ from rollouts.infra.registry import register_model, reject
 from rollouts.infra.session import LocalSession
 from rollouts.tasks.inputs import bring_input
 from rollouts.tasks.prune import DAY_S, FoundFolder, plan_prune, remove_folders
-from rollouts.tasks.store_paths import NAMES, note_named
+from rollouts.tasks.store_paths import NAMES, newest_first, note_named
 from tests.infra.shell_jobs import shell_spec
 
 NOW = 1_000 * DAY_S
@@ -368,3 +368,11 @@ def test_a_folder_that_somebody_put_elsewhere_and_linked_is_left_to_them(
     remove_folders(store, ledger, plan)
     assert (store / "stages" / OTHER / "weights").is_file() and (run / "checkpoint/model.safetensors").is_file()
     assert [path.name for path in (store / "stages").iterdir()] == [OTHER]
+
+
+def test_a_file_that_another_command_removes_is_left_out_of_a_list_by_age(tmp_path: Path) -> None:
+    for age, name in enumerate(("old", "new")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (age, age))
+    gone = tmp_path / "gone"
+    assert [path.name for path in newest_first([gone, tmp_path / "old", tmp_path / "new"])] == ["new", "old"]
