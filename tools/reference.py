@@ -6,6 +6,7 @@ Not here: the site around them (documentation.py), pages that people write (docs
     commands   options and help texts of the `rollouts` command
     python     signatures and docstrings of `rollouts_core.__all__`
     errors     raise statements of the user's mistakes
+    sizes      estimates for three models (sizes.py)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
+from sizes import sizes_page
 from typer.main import get_command
 
 import rollouts_core
@@ -457,5 +459,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands": commands_page,
     "python": python_page,
     "errors": errors_page,
+    "sizes": sizes_page,
 }
 """The pages of the reference, and the functions that write them."""

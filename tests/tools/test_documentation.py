@@ -94,6 +94,13 @@ def test_the_reference_has_every_public_name_and_many_errors(site: Path) -> None
     assert "backend = jax is set but JAX is not installed" in errors and errors.count("\n| `") > 300
 
 
+def test_the_reference_says_what_fits_and_how_long_a_link_takes(site: Path) -> None:
+    sizes = (site / "reference/sizes.md").read_text()
+    assert "| Qwen3-32B | all weights | 8 | does not fit | |" in sizes
+    assert "| Qwen2.5-1.5B | all weights | 1 | 1 GPU, 29 GiB each | 1 engine, 5 GiB per GPU, in turns" in sizes
+    assert "| Qwen3-8B | 16.4 GB | 1.3 | 13.1 | 131.0 | 0.17 GB | 98 GB |" in sizes
+
+
 def test_the_search_works_in_a_file_of_the_disk(site: Path) -> None:
     with chromium() as browser:
         from playwright.sync_api import expect  # missing on some users' machines, where chromium() skips
