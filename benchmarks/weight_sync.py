@@ -46,8 +46,8 @@ from rollouts_core.embedded.adapters import DOWN, UP, is_adapter
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.transfer.shared_memory import SegmentedWeights
+from rollouts_core.engines.transfer.versions import SentWeights
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

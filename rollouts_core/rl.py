@@ -33,7 +33,7 @@ from rollouts_core.config import RLTrainingConfig, name_of_function
 from rollouts_core.config.rl import describe_unranked
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
-from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
+from rollouts_core.engines.transfer.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, keep_logged, read_json_lines

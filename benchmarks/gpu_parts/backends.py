@@ -28,11 +28,11 @@ from gpu_parts.record import Figures
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.fsdp import create_fsdp_backend
 from rollouts_core.backends.ranks import join_ranks
-from rollouts_core.engines.group import WeightGroup
-from rollouts_core.engines.group_sender import broadcast_bucket
-from rollouts_core.engines.handles import render_handles, share
-from rollouts_core.engines.sending_to_vllm import describe_tensor
-from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
+from rollouts_core.engines.transfer.cuda_ipc import render_handles, share
+from rollouts_core.engines.transfer.group import WeightGroup
+from rollouts_core.engines.transfer.group_sender import broadcast_bucket
+from rollouts_core.engines.transfer.to_vllm import describe_tensor
+from rollouts_core.engines.transfer.versions import BUCKET_BYTES, split_buckets
 from rollouts_core.system.listening import bind_port
 
 

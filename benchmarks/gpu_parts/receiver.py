@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollouts_core.engines.handles import DEVICE_INDEX
 from rollouts_core.engines.in_vllm.rollouts_receiver import WeightReceiver
+from rollouts_core.engines.transfer.cuda_ipc import DEVICE_INDEX
 
 ALLOWED = ("torch", "collections")
 """First parts of the modules that rebuild tensors; a pickle of handles names no others."""

@@ -27,7 +27,7 @@ from gpu_parts.checking import Check, Place, is_installed
 from gpu_parts.models import create_backend, packed_rows, take_step, write_sized_model
 from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
-from rollouts_core.engines.handles import share
+from rollouts_core.engines.transfer.cuda_ipc import share
 
 ROW_LENGTH, NUM_ROWS = 2048, 4
 NUM_STEPS = 3

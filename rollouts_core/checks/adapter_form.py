@@ -1,6 +1,6 @@
 """Predict whether RL sends LoRA adapters to the engines as adapters, or merged into the weights, and why.
 
-The engines themselves decide when they start (engines/adapters.py).
+The engines themselves decide when they start (engines/transfer/adapters.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.embedded.weights import open_tensors
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines.checksums import EMBEDDING, HEAD, check_can_be_untied, is_tied
+from rollouts_core.engines.transfer.checksums import EMBEDDING, HEAD, check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import (

@@ -19,7 +19,7 @@ INDEX_URL = r"^(https?://[^\s@?#]+|file:///[^\s]+)?$"
 """Matches addresses without user, password and key. Users, passwords and keys belong in the settings of pip or uv."""
 MIN_ENGINE_CONTEXT = 26
 """Smallest context length of an installed engine, tokens. The completions that verify the engine's weights
-(`engines/canary.py`) need this many tokens."""
+(`engines/transfer/canary.py`) need this many tokens."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 """Matches command-line arguments with a key. vLLM accepts underscores in them, both servers accept abbreviations, and
 SGLang has a second key argument."""

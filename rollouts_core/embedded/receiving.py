@@ -1,6 +1,7 @@
 """Receive weights from a trainer through process groups, and collect the tensors of a weight update.
 
-Not here: the trainer's side (engines/group.py), loading the tensors (scheduler.py), parsing requests (protocol.py).
+Not here: the trainer's side (engines/transfer/group.py), loading the tensors (scheduler.py), parsing requests
+(protocol.py).
 
     begin -> receive a bucket, the next bucket, ... -> end: returns all received tensors, which are then loaded together
     join, leave: a process group, which is used for many weight updates

@@ -1,6 +1,6 @@
 """Segments: immutable sets of tensors that a trainer publishes, in its own memory or in a file.
 
-Not here: writing segments (engines/segments.py), copying their tensors into the model (decoder.py).
+Not here: writing segments (engines/transfer/shared_memory.py), copying their tensors into the model (decoder.py).
 
     trainer, pid 12: a safetensors file in memory, open as file descriptor 9
     engine: maps /proc/12/fd/9; the mapped memory stays valid, even if the trainer ends

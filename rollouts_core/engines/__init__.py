@@ -15,14 +15,14 @@ from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.router import RoutedPool, SGLangRouter
 from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.sglang import SGLangEngine
-from rollouts_core.engines.vllm import VLLMEngine
-from rollouts_core.engines.weight_sync import (
+from rollouts_core.engines.transfer.weight_sync import (
     PublishTarget,
     WeightSyncResult,
     open_target,
     publish_weights,
     sync_weights_to_engines,
 )
+from rollouts_core.engines.vllm import VLLMEngine
 
 __all__ = [
     "Completion",

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollouts_core.embedded.architecture import read_end_token_ids
-from rollouts_core.engines.adapters import AdaptedWeights
-from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.checksums import HeldTensors
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.recovery import RecoveringEngine
 from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
-from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
+from rollouts_core.engines.transfer.canary import Canary
+from rollouts_core.engines.transfer.checksums import HeldTensors
+from rollouts_core.engines.transfer.shared_memory import SegmentedWeights
+from rollouts_core.engines.transfer.versions import SentWeights
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import ClosedOnExit
 

@@ -1,6 +1,6 @@
 """Make HTTP calls to a server with typed errors, and check that an answer is a usable completion.
 
-Not here: the paths of the calls (sglang.py, vllm.py, sending.py, router.py), retries (recovery.py).
+Not here: the paths of the calls (sglang.py, vllm.py, to_sglang.py, router.py), retries (recovery.py).
 """
 
 from __future__ import annotations

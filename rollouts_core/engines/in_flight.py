@@ -25,12 +25,12 @@ import anyio
 
 from rollouts_core.config import InFlight
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines.adapters import common_form
-from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import InferenceEngine
-from rollouts_core.engines.rounding import common_dtype
 from rollouts_core.engines.running_calls import RunningCalls
+from rollouts_core.engines.transfer.adapters import common_form
+from rollouts_core.engines.transfer.canary import Canary
+from rollouts_core.engines.transfer.rounding import common_dtype
 from rollouts_core.errors import EngineUnavailableError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from rollouts_core.config import EngineConfig
 from rollouts_core.embedded.gate import is_loopback
 from rollouts_core.engine_kinds import LaunchPart
 from rollouts_core.engines import cleanup_process
-from rollouts_core.engines.checksums import can_be_untied, is_tied, read_config, write_untied
-from rollouts_core.engines.nccl import check_version, nccl_version
+from rollouts_core.engines.transfer.checksums import can_be_untied, is_tied, read_config, write_untied
+from rollouts_core.engines.transfer.nccl import check_version, nccl_version
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import API_KEY_VARIABLE

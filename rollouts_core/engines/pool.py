@@ -29,14 +29,19 @@ import anyio.lowlevel
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines.adapters import common_form
-from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.engines.rounding import common_dtype
 from rollouts_core.engines.running_calls import RunningCalls
-from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
+from rollouts_core.engines.transfer.adapters import common_form
+from rollouts_core.engines.transfer.canary import Canary
+from rollouts_core.engines.transfer.rounding import common_dtype
+from rollouts_core.engines.transfer.weight_sync import (
+    SYNC_TIMEOUT_S,
+    WeightSyncResult,
+    common_access,
+    sync_weights_to_engines,
+)
 from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,

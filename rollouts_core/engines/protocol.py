@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from rollouts_core.engines.completion import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from rollouts_core.engines.adapters import AdaptedWeights
-    from rollouts_core.engines.canary import Canary
-    from rollouts_core.engines.segments import SegmentedWeights
-    from rollouts_core.engines.sent import SentWeights
+    from rollouts_core.engines.transfer.adapters import AdaptedWeights
+    from rollouts_core.engines.transfer.canary import Canary
+    from rollouts_core.engines.transfer.shared_memory import SegmentedWeights
+    from rollouts_core.engines.transfer.versions import SentWeights
 
     Weights = Path | SegmentedWeights | SentWeights | AdaptedWeights
 

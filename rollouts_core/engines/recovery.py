@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.checksums import vocabulary_size
 from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.silence import SilenceWatch
+from rollouts_core.engines.transfer.canary import Canary
+from rollouts_core.engines.transfer.checksums import vocabulary_size
+from rollouts_core.engines.transfer.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.errors import (
     EngineAnswerError,
     EngineBusyError,

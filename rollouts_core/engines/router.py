@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.recovery import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
+from rollouts_core.engines.transfer.canary import Canary
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
 from rollouts_core.system.concurrency import ClosedOnExit, gather
 

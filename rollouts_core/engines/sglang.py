@@ -1,7 +1,7 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
-publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending.py).
+publishing to several engines (weight_sync.py), sending weights to a server that reads no files (to_sglang.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import torch
 
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines.adapters import AdaptedWeights
-from rollouts_core.engines.checksums import HeldTensors, check_same_model
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.http import (
@@ -31,10 +29,12 @@ from rollouts_core.engines.http import (
 )
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest, read_scored_tokens
-from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sending import WeightSender
-from rollouts_core.engines.sent import SentWeights
-from rollouts_core.engines.served_adapters import ServedAdapters
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
+from rollouts_core.engines.transfer.checksums import HeldTensors, check_same_model
+from rollouts_core.engines.transfer.served_adapters import ServedAdapters
+from rollouts_core.engines.transfer.shared_memory import SegmentedWeights
+from rollouts_core.engines.transfer.to_sglang import WeightSender
+from rollouts_core.engines.transfer.versions import SentWeights
 from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,

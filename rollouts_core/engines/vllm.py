@@ -1,7 +1,7 @@
 """Talk to a vLLM server. Completions use vLLM's completions API. Weights are loaded through its development endpoints.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (recovery.py),
-publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
+publishing to several engines (weight_sync.py), sending weights to a server that reads no files (to_vllm.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
 head is not tied to its embedding. With a tied head, vLLM answers 200 to an update and keeps the old head. launch.py
@@ -23,17 +23,6 @@ import torch
 
 from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engine_kinds.vllm import LOGPROBS_MODE, PARTS, RECEIVER
-from rollouts_core.engines.adapters import AdaptedWeights
-from rollouts_core.engines.checksums import (
-    EMBEDDING,
-    HEAD,
-    HeldTensors,
-    check_can_be_untied,
-    check_same_model,
-    is_tied,
-    prefix_of_copies,
-    write_untied,
-)
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.http import (
@@ -44,9 +33,20 @@ from rollouts_core.engines.http import (
     read_logprob,
 )
 from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest, read_scored_tokens
-from rollouts_core.engines.sending_to_vllm import VLLMWeightSender, count_ranks
-from rollouts_core.engines.sent import SentWeights
-from rollouts_core.engines.served_adapters import ServedAdapters
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
+from rollouts_core.engines.transfer.checksums import (
+    EMBEDDING,
+    HEAD,
+    HeldTensors,
+    check_can_be_untied,
+    check_same_model,
+    is_tied,
+    prefix_of_copies,
+    write_untied,
+)
+from rollouts_core.engines.transfer.served_adapters import ServedAdapters
+from rollouts_core.engines.transfer.to_vllm import VLLMWeightSender, count_ranks
+from rollouts_core.engines.transfer.versions import SentWeights
 from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,
@@ -307,7 +307,7 @@ class VLLMEngine(EngineClient):
             check_can_be_untied(path)
             raise WeightSyncError(
                 f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
-                "Start it on a copy with a head of its own (`rollouts_core.engines.checksums.write_untied`)"
+                "Start it on a copy with a head of its own (`rollouts_core.engines.transfer.checksums.write_untied`)"
             )
 
     @asynccontextmanager

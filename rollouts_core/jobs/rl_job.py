@@ -29,8 +29,8 @@ from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InferenceEngine
-from rollouts_core.engines.nccl import share_memory_as
-from rollouts_core.engines.rounding import common_dtype, describe_last_rounding
+from rollouts_core.engines.transfer.nccl import share_memory_as
+from rollouts_core.engines.transfer.rounding import common_dtype, describe_last_rounding
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.job import RLJob
 from rollouts_core.jobs.attention import settle_attention

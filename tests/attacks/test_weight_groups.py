@@ -28,7 +28,7 @@ from rollouts_core.embedded.receiving import MAX_GROUPS, MAX_WAITING_CALLS, Buck
 from rollouts_core.embedded.running import GenerationRequest
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import MAX_WAITING_UPDATES, RequestError, Scheduler
-from rollouts_core.engines.group import WeightGroup
+from rollouts_core.engines.transfer.group import WeightGroup
 from rollouts_core.errors import EngineUnavailableError
 from tests.kit.waiting import wait_until
 from tests.rollouts_core.served_engine import engine_url

@@ -15,12 +15,12 @@ from rollouts_core.backends.pytorch import PyTorchTrainingBackend
 from rollouts_core.config import LoRAConfig, ModelConfig, PolicyConfig
 from rollouts_core.engine_kinds.sglang import render_adapters
 from rollouts_core.engines import PublishTarget, SGLangEngine, VLLMEngine, publish_weights
-from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.launch import render_launch
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
 from rollouts_core.errors import EngineError
 from tests.engines.models import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, make_server, started_by_hand
-from tests.rollouts_core.engines.test_adapters import TOLERANCE, sampled_gap, target_of, trained_backend
+from tests.rollouts_core.engines.transfer.test_adapters import TOLERANCE, sampled_gap, target_of, trained_backend
 from tests.rollouts_core.model.test_policy import take_steps
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

@@ -22,9 +22,9 @@ import torch
 from rollouts_core.config import InFlight
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines import Completion, EnginePool, InFlightEngine, SGLangEngine
-from rollouts_core.engines import sending as sending_module
-from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host, split_buckets
+from rollouts_core.engines.transfer import to_sglang as sending_module
+from rollouts_core.engines.transfer.canary import Canary
+from rollouts_core.engines.transfer.versions import SentBy, SentWeights, copy_to_host, split_buckets
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Sample

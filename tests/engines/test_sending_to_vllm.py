@@ -17,8 +17,8 @@ import pytest
 
 from rollouts_core.config import InFlight
 from rollouts_core.engines import Completion, InFlightEngine, VLLMEngine
-from rollouts_core.engines import sending_to_vllm as sending_module
 from rollouts_core.engines import vllm as vllm_module
+from rollouts_core.engines.transfer import to_vllm as sending_module
 from rollouts_core.errors import WeightSyncError
 from tests.engines.asking import LOGPROB_TOLERANCE, ask, check_spans, is_seen_at_work, start_all, versions_of, worst_gap
 from tests.engines.models import SavedModel, make, save
@@ -81,9 +81,10 @@ DIES_AMID = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from rollouts_core.embedded.weights import read_tensors
-from rollouts_core.engines import VLLMEngine, sending_to_vllm
-from rollouts_core.engines.group import WeightGroup
-from rollouts_core.engines.sent import SentWeights, copy_to_host
+from rollouts_core.engines import VLLMEngine
+from rollouts_core.engines.transfer import to_vllm
+from rollouts_core.engines.transfer.group import WeightGroup
+from rollouts_core.engines.transfer.versions import SentWeights, copy_to_host
 
 url, directory = sys.argv[1], Path(sys.argv[2])
 broadcast, num_sent = WeightGroup.broadcast, 0
@@ -96,7 +97,7 @@ def broadcast_and_die(group, flat):
     broadcast(group, flat)
 
 WeightGroup.broadcast = broadcast_and_die
-sending_to_vllm.BUCKET_BYTES = 20_000
+to_vllm.BUCKET_BYTES = 20_000
 
 async def send():
     async with VLLMEngine(url) as engine:

@@ -18,8 +18,8 @@ from rollouts.infra.ports import find_free_port
 from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.engines import VLLMEngine
-from rollouts_core.engines.canary import checkpoint_canary, prove
 from rollouts_core.engines.launch import render_launch
+from rollouts_core.engines.transfer.canary import checkpoint_canary, prove
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.job import InputModel, ServeJob
 from tests.engines.asking import LOGPROB_TOLERANCE, ask, worst_gap

@@ -12,8 +12,8 @@ from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.types import Status
 
 if TYPE_CHECKING:
-    from rollouts_core.engines.canary import Canary
     from rollouts_core.engines.protocol import Weights
+    from rollouts_core.engines.transfer.canary import Canary
 
 
 class ScriptedEngine:

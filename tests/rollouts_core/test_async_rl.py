@@ -53,7 +53,7 @@ from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.system.concurrency import in_short_thread
 from rollouts_core.types import RolloutBatch, Sample, Status
-from tests.rollouts_core.engines.test_rounding import FileReader
+from tests.rollouts_core.engines.transfer.test_rounding import FileReader
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.served_engine import engine_url, served_engine
 

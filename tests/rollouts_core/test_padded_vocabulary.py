@@ -35,9 +35,9 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines.canary import checkpoint_canary, prove
 from rollouts_core.engines.completion import GenerationRequest
 from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.transfer.canary import checkpoint_canary, prove
 from rollouts_core.engines.vllm import _render_request
 from rollouts_core.errors import DataError, WeightSyncError
 from rollouts_core.evaluate import generate_samples

@@ -28,7 +28,7 @@ from rollouts.tasks.records import EngineRecord, RunScope, Stage
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ReportConfig
 from rollouts_core.engine_kinds import SGLANG
-from rollouts_core.engines.canary import canary_requests
+from rollouts_core.engines.transfer.canary import canary_requests
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob

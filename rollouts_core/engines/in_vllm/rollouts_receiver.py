@@ -1,6 +1,6 @@
 """Receive the trainer's weights in a vLLM worker through a process group, without a file.
 
-Not here: the trainer's end (engines/sending_to_vllm.py). vLLM adds `WeightReceiver` to its workers
+Not here: the trainer's end (engines/transfer/to_vllm.py). vLLM adds `WeightReceiver` to its workers
 (`--worker-extension-cls`) and calls its methods for `/collective_rpc`. This project is not installed in vLLM's
 environment, so its file about process groups is loaded by its path.
 

@@ -36,7 +36,7 @@ from rollouts_core.checks.resource_needs import (
 )
 from rollouts_core.config import Config, EngineConfig, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.engines.launch import weights_dtype
-from rollouts_core.engines.weight_sync import KEPT_VERSIONS
+from rollouts_core.engines.transfer.weight_sync import KEPT_VERSIONS
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.model.model_size import ModelSize, find_model_size
 from tests.rollouts_core.make import make_random_samples

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 from rollouts_core.backends import process_group
 from rollouts_core.config import SamplingConfig
 from rollouts_core.embedded.weights import digest_tensors, read_tensors, tensor_sha256
-from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, sending
-from rollouts_core.engines.group import WeightGroup
-from rollouts_core.engines.sent import HostCopies, SentWeights, flatten, split_buckets
+from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine
+from rollouts_core.engines.transfer import to_sglang
+from rollouts_core.engines.transfer.group import WeightGroup
+from rollouts_core.engines.transfer.versions import HostCopies, SentWeights, flatten, split_buckets
 from rollouts_core.errors import WeightSyncError
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 from tests.rollouts_core.served_engine import engine_url
@@ -205,7 +206,7 @@ def sent_names(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         seen.append(set(tensors))
         return split_buckets(tensors, max_bytes)
 
-    monkeypatch.setattr(sending, "split_buckets", watched)
+    monkeypatch.setattr(to_sglang, "split_buckets", watched)
     return seen
 
 

@@ -28,11 +28,11 @@ from rollouts_core.engines import (
     SGLangEngine,
     VLLMEngine,
     create_engine,
-    delivery,
     http,
     recovery,
 )
-from rollouts_core.engines.canary import checkpoint_canary
+from rollouts_core.engines.transfer import delivery
+from rollouts_core.engines.transfer.canary import checkpoint_canary
 from rollouts_core.errors import EngineError, EngineUnavailableError, NoNumbersError, WeightSyncError
 from rollouts_core.types import Sample, Status
 from tests.kit.threads import join_threads

@@ -31,8 +31,8 @@ from rollouts_core.engines import (
     recovery,
     sync_weights_to_engines,
 )
-from rollouts_core.engines.canary import PROMPT_TOKENS
 from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.transfer.canary import PROMPT_TOKENS
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rollout.generate import complete_request, continue_request, join_completions

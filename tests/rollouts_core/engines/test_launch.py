@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines.checksums import write_untied
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_launch
+from rollouts_core.engines.transfer.checksums import write_untied
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.job import InputModel, ServeJob
 from tests.kit.waiting import wait_until

@@ -22,10 +22,10 @@ from rollouts_core.engines import (
     SGLangRouter,
     sync_weights_to_engines,
 )
-from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.pool import MAX_LEAD
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.transfer.canary import Canary
 from rollouts_core.errors import (
     CheckpointError,
     EngineAnswerError,

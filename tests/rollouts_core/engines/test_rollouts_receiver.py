@@ -13,7 +13,7 @@ import pytest
 
 from rollouts_core.engines.in_vllm import rollouts_receiver
 from rollouts_core.engines.in_vllm.rollouts_receiver import WeightReceiver
-from rollouts_core.engines.sending_to_vllm import count_ranks
+from rollouts_core.engines.transfer.to_vllm import count_ranks
 
 
 class Worker(WeightReceiver):

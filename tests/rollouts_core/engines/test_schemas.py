@@ -30,11 +30,11 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines import GenerationRequest, ScoringRequest, SGLangEngine, VLLMEngine
-from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines import sglang as sglang_module
 from rollouts_core.engines import vllm as vllm_module
-from rollouts_core.engines.checksums import expected_digests
-from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
+from rollouts_core.engines.transfer import to_sglang as sending_module
+from rollouts_core.engines.transfer.checksums import expected_digests
+from rollouts_core.engines.transfer.versions import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import RewardError
 from rollouts_core.reward_services import create_judge_reward
 from rollouts_core.types import Sample

@@ -25,8 +25,8 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.weights import digest_tensors, read_tensors, tensor_sha256
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
-from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.engines.completion import GenerationRequest
+from rollouts_core.engines.transfer.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.errors import (
     CheckpointError,
     EngineAnswerError,

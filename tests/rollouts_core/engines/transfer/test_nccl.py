@@ -15,7 +15,7 @@ import pytest
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.engines import launch
 from rollouts_core.engines.launch import exec_engine
-from rollouts_core.engines.nccl import check_version, nccl_version, share_memory_as
+from rollouts_core.engines.transfer.nccl import check_version, nccl_version, share_memory_as
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
 
@@ -74,6 +74,6 @@ def test_an_interpreter_that_has_the_same_or_says_nothing_is_left_alone(tmp_path
 def test_real_interpreters_can_be_asked() -> None:
     check_version(sys.executable, os.environ, own=nccl_version())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollouts_core.engines.nccl._ASK", "print('0.0.1')")
+        patch.setattr("rollouts_core.engines.transfer.nccl._ASK", "print('0.0.1')")
         with pytest.raises(ConfigError, match=r"NCCL 0\.0\.1"):
             check_version(sys.executable, os.environ, own="2.29.7")

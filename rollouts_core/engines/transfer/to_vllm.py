@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 from torch import Tensor
 
-from rollouts_core.engines.group import GroupBackend, WeightGroup, is_nccl_usable
-from rollouts_core.engines.group_sender import CLEAN_UP_TIMEOUT, GroupSender, broadcast_bucket
 from rollouts_core.engines.http import UPDATE_TIMEOUT
-from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
+from rollouts_core.engines.transfer.group import GroupBackend, WeightGroup, is_nccl_usable
+from rollouts_core.engines.transfer.group_sender import CLEAN_UP_TIMEOUT, GroupSender, broadcast_bucket
+from rollouts_core.engines.transfer.versions import BUCKET_BYTES, split_buckets
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 

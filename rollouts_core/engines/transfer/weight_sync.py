@@ -30,14 +30,14 @@ from rollouts_core.backends.protocol import TrainingBackend, adapters_of, base_w
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.adapters import is_adapter, largest_rank, merge_published
-from rollouts_core.engines.adapters import AdaptedWeights, PublishedBase, common_form, write_scaled_folder
-from rollouts_core.engines.canary import Canary, backend_canary, published_canary
-from rollouts_core.engines.checksums import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
-from rollouts_core.engines.rounding import RoundingWatch, common_dtype
-from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
-from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
+from rollouts_core.engines.transfer.adapters import AdaptedWeights, PublishedBase, common_form, write_scaled_folder
+from rollouts_core.engines.transfer.canary import Canary, backend_canary, published_canary
+from rollouts_core.engines.transfer.checksums import version_of_copy
+from rollouts_core.engines.transfer.rounding import RoundingWatch, common_dtype
+from rollouts_core.engines.transfer.shared_memory import SegmentedWeights, SegmentStore
+from rollouts_core.engines.transfer.versions import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
 from rollouts_core.system.concurrency import gather, in_short_thread
 from rollouts_core.system.files import new_directory, remove_partial_directories, write_atomically

@@ -5,8 +5,8 @@ Not here: the frozen weights and the server's version name (vllm.py, sglang.py),
 
 from __future__ import annotations
 
-from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.http import UPDATE_TIMEOUT, EngineConnection
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
 from rollouts_core.errors import EngineError, EngineUnavailableError
 
 

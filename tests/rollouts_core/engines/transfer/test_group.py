@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from rollouts_core.backends.process_group import TIMEOUT_S
-from rollouts_core.engines import group as group_module
-from rollouts_core.engines.group import WeightGroup, find_address_towards
-from rollouts_core.engines.group_sender import broadcast_bucket
-from rollouts_core.engines.sending import _count_ranks
-from rollouts_core.engines.sent import flatten, split_buckets
+from rollouts_core.engines.transfer import group as group_module
+from rollouts_core.engines.transfer.group import WeightGroup, find_address_towards
+from rollouts_core.engines.transfer.group_sender import broadcast_bucket
+from rollouts_core.engines.transfer.to_sglang import _count_ranks
+from rollouts_core.engines.transfer.versions import flatten, split_buckets
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -28,8 +28,8 @@ from rollouts_core.config import ModelConfig, RLOptimConfig, RLTrainingConfig, R
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InFlightEngine, PublishTarget, SGLangEngine
-from rollouts_core.engines.canary import Canary, backend_canary, checkpoint_canary
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.transfer.canary import Canary, backend_canary, checkpoint_canary
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager

@@ -22,9 +22,9 @@ from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engines.adapters import AdaptedWeights
 from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
+from rollouts_core.engines.transfer.versions import SentWeights
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
 from rollouts_core.system.concurrency import in_short_thread
 from rollouts_core.types import Sample, Status

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts_core.embedded.adapters import merge_published
-from rollouts_core.engines.segments import is_same
+from rollouts_core.engines.transfer.shared_memory import is_same
 
 SentBy = Literal["gloo", "nccl", "tensors"]
 """The values of `rollout.engine.weight_transfer` with which weights are sent."""

@@ -33,7 +33,7 @@ from rollouts_core.embedded.weights import tensor_digest
 from rollouts_core.engines import EnginePool, PublishTarget, SGLangEngine, publish_weights, sglang
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.engines.segments import (
+from rollouts_core.engines.transfer.shared_memory import (
     Segment,
     SegmentedWeights,
     SegmentStore,
@@ -306,7 +306,7 @@ def test_weights_that_are_no_numbers_are_refused_and_the_old_ones_stay(
 
 HOLDER = """
 import sys, torch
-from rollouts_core.engines.segments import Segment
+from rollouts_core.engines.transfer.shared_memory import Segment
 segment = Segment({"weight": torch.ones(1_000_000)})
 print(segment.path, flush=True)
 sys.stdin.read()

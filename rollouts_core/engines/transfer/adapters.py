@@ -23,7 +23,7 @@ from torch import Tensor
 from rollouts_core.embedded.adapters import DOWN, largest_rank, merge_published
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engine_kinds.spec import AdapterForm
-from rollouts_core.engines.checksums import read_config
+from rollouts_core.engines.transfer.checksums import read_config
 from rollouts_core.system.concurrency import gather
 from rollouts_core.system.files import new_directory
 

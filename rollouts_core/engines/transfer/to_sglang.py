@@ -21,12 +21,12 @@ import anyio
 import httpx
 from torch import Tensor
 
-from rollouts_core.engines.group import GroupBackend, WeightGroup, is_nccl_usable
-from rollouts_core.engines.group_sender import CLEAN_UP_TIMEOUT, GroupSender, broadcast_bucket
-from rollouts_core.engines.handles import forget, render_handles, share
 from rollouts_core.engines.http import UPDATE_TIMEOUT
-from rollouts_core.engines.segments import count_bytes
-from rollouts_core.engines.sent import BUCKET_BYTES, SentWeights, split_buckets
+from rollouts_core.engines.transfer.cuda_ipc import forget, render_handles, share
+from rollouts_core.engines.transfer.group import GroupBackend, WeightGroup, is_nccl_usable
+from rollouts_core.engines.transfer.group_sender import CLEAN_UP_TIMEOUT, GroupSender, broadcast_bucket
+from rollouts_core.engines.transfer.shared_memory import count_bytes
+from rollouts_core.engines.transfer.versions import BUCKET_BYTES, SentWeights, split_buckets
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.system.concurrency import gather, in_short_thread
 

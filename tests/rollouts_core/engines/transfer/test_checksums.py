@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rollouts_core.embedded.weights import read_tensors, tensor_sha256
-from rollouts_core.engines.checksums import (
+from rollouts_core.engines.endpoint import Endpoint, create_engine
+from rollouts_core.engines.transfer.checksums import (
     EMBEDDING,
     EMPTY_DIGEST,
     GPT2_MATRIX,
@@ -28,7 +29,6 @@ from rollouts_core.engines.checksums import (
     vocabulary_size,
     write_untied,
 )
-from rollouts_core.engines.endpoint import Endpoint, create_engine
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from tests.rollouts_core.embedded.tiny_models import make_model
 

@@ -46,11 +46,11 @@ from rollouts_core.engines import (
     VLLMEngine,
     publish_weights,
 )
-from rollouts_core.engines.adapters import PEFT_PREFIX, AdaptedWeights, write_scaled_folder
-from rollouts_core.engines.checksums import HeldTensors
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
+from rollouts_core.engines.transfer.adapters import PEFT_PREFIX, AdaptedWeights, write_scaled_folder
+from rollouts_core.engines.transfer.checksums import HeldTensors
+from rollouts_core.engines.transfer.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.errors import CheckpointError, EngineError, WeightSyncError
 from rollouts_core.model.lora import add_adapters, base_weights, merged_weights, scaled_adapters
 from rollouts_core.rl import run_rl_training

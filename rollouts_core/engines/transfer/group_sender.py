@@ -11,9 +11,9 @@ import anyio
 import httpx
 from torch import Tensor
 
-from rollouts_core.engines.group import GroupBackend, WeightGroup
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, EngineConnection
-from rollouts_core.engines.sent import flatten
+from rollouts_core.engines.transfer.group import GroupBackend, WeightGroup
+from rollouts_core.engines.transfer.versions import flatten
 from rollouts_core.errors import EngineError, EngineUnavailableError
 from rollouts_core.system.concurrency import gather, in_daemon_thread, in_short_thread
 

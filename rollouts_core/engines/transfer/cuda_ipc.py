@@ -1,7 +1,7 @@
 """Convert tensors to handles that SGLang maps: handles of this machine's shared memory, or of a GPU's memory (CUDA
 IPC).
 
-Not here: the requests to the server (sending.py).
+Not here: the requests to the server (to_sglang.py).
 
     [(name, tensor), ...] -> pickle that has, for each tensor, the name of shared memory | the handle of a GPU's memory
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
-from rollouts_core.engines.adapters import AdaptedWeights
-from rollouts_core.engines.canary import Canary, prove, published_canary
-from rollouts_core.engines.checksums import (
+from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
+from rollouts_core.engines.transfer.adapters import AdaptedWeights
+from rollouts_core.engines.transfer.canary import Canary, prove, published_canary
+from rollouts_core.engines.transfer.checksums import (
     EMPTY_DIGEST,
     HeldTensors,
     check_digests,
@@ -30,10 +32,8 @@ from rollouts_core.engines.checksums import (
     read_config,
     sample_content,
 )
-from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
-from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sent import SentWeights, find_kept
+from rollouts_core.engines.transfer.shared_memory import SegmentedWeights
+from rollouts_core.engines.transfer.versions import SentWeights, find_kept
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, TrainingError, WeightSyncError
 from rollouts_core.system.concurrency import in_short_thread
 

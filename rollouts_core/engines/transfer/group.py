@@ -38,7 +38,7 @@ from rollouts_core.backends.process_group import (
     wait_for,
 )
 from rollouts_core.backends.process_group import find_address_towards as find_own_address
-from rollouts_core.engines.nccl import nccl_version
+from rollouts_core.engines.transfer.nccl import nccl_version
 from rollouts_core.errors import EngineUnavailableError
 
 GroupBackend = Literal["gloo", "nccl"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollouts_core.engines.handles import forget, render_handles, share
+from rollouts_core.engines.transfer.cuda_ipc import forget, render_handles, share
 
 SHARED = Path("/dev/shm")
 

@@ -27,7 +27,7 @@ from rollouts_core.embedded.adapters import merge_published
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.engines.rounding import (
+from rollouts_core.engines.transfer.rounding import (
     RoundingWatch,
     common_dtype,
     describe_last_rounding,

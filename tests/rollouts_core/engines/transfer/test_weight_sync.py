@@ -19,9 +19,10 @@ from torch import Tensor
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.config import ModelConfig, OptimConfig
-from rollouts_core.engines import PublishTarget, publish_weights, vllm, weight_sync
-from rollouts_core.engines.checksums import version_of_copy
-from rollouts_core.engines.weight_sync import EarlierVersion, remove_old_versions
+from rollouts_core.engines import PublishTarget, publish_weights, vllm
+from rollouts_core.engines.transfer import weight_sync
+from rollouts_core.engines.transfer.checksums import version_of_copy
+from rollouts_core.engines.transfer.weight_sync import EarlierVersion, remove_old_versions
 from tests.rollouts_core.served_engine import served_engine
 
 

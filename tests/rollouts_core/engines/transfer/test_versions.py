@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts_core.engines.sending import find_missing
-from rollouts_core.engines.sent import HostCopies, SentWeights, find_kept
+from rollouts_core.engines.transfer.to_sglang import find_missing
+from rollouts_core.engines.transfer.versions import HostCopies, SentWeights, find_kept
 
 
 def publish(copies: HostCopies, weights: dict[str, Tensor]) -> SentWeights:

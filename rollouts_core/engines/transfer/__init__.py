@@ -1,0 +1,1 @@
+"""Bring weights to inference engines: versions, ways of transfer, verification."""
