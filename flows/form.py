@@ -235,7 +235,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The tables of a file as records (None for a table with mistakes)."""
+    """The sections of a configuration file as pydantic records. A section with mistakes is None."""
 
     config: Config | None
     node: NodeSettings | None

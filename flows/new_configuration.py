@@ -116,7 +116,8 @@ def inspect_file(path: str, *, for_rewards: bool, needs_answer: bool) -> DataFil
     shape = find_shape(with_json(row, columns), for_rewards=for_rewards)
     if shape is None:
         raise DataError(
-            f"{path}: the format of the rows is unknown; expected messages, prompt with completion or answer, or text; "
+            f"{path}: the format of the rows is unknown; expected the fields `messages`, `text`, or `prompt` "
+            "and `completion` or `answer`; "
             f"found {describe_keys(row)}"
         )
     if not (shape.is_prompt if for_rewards else shape.is_demonstration):

@@ -74,7 +74,7 @@ from rollouts_core.config import Config
 from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
-"""Maximum number of attempts at a training that fails because the lease of an engine expired."""
+"""A training is attempted at most this number of times if the lease of its engine expires."""
 
 
 class PipelineResult(BaseModel):

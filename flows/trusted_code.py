@@ -177,12 +177,12 @@ def listed() -> list[str]:
 
 
 def given_to_up() -> set[str]:
-    """The values that need trust in the configurations that were given to `rollouts up`."""
+    """The values of settings that need trust, from all configurations that were given to `rollouts up`."""
     if not (store := os.environ.get(STORE_VARIABLE)):
         return set()
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
-        with suppress(KeyError, ValidationError):  # the deployment is a tool, or of another version
+        with suppress(KeyError, ValidationError):  # no configuration (flows/tools.py), or one of another version
             config = Config.model_validate(deployment.parameters["config"])
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None

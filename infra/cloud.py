@@ -24,7 +24,7 @@ class CloudType(Protocol):
 
     @property
     def endpoint(self) -> "Endpoint":
-        """The provider's title, its API, and the environment variable of its API key."""
+        """The provider's name for messages, the URL of its API, and the environment variable with its API key."""
         ...
 
     @property

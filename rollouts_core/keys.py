@@ -25,7 +25,8 @@ HUB_TOKEN = "HF_TOKEN"
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
 """Environment variable with a generated API key. The nodes of a run use this key if the settings name no key."""
 API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
-"""Environment variable with the API key of our own server. A server that other machines can reach needs a key."""
+"""Environment variable with the API key of an engine or page that this project serves. The key is required if other
+machines can reach the server."""
 SENDABLE = re.compile(r"[!-~]+")
 """Matches the keys that an HTTP header can carry."""
 

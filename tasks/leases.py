@@ -1,4 +1,4 @@
-"""Renew the leases of engines and of jobs on further machines while a run uses them.
+"""Renew the leases of a run's engines, and of its training jobs on machines other than the leader.
 
 A job with a lease ends by itself if nothing renews the lease. Not here: ending such jobs (infra/supervisor/), renewals
 by the RL job and by a training's leader (rollouts_core).

@@ -91,7 +91,8 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < wait_s:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
-        # If the serving process had to kill the run, Cancelled is set before the run's jobs and machines are released.
+        # The process of `rollouts up` may have killed the run. Then the state is CANCELLED before jobs and machines are
+        # released.
         if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):

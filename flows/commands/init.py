@@ -74,7 +74,8 @@ def init(
     Rows in the formats of TRL, verl, slime, OpenAI and ShareGPT are recognised. Without a terminal, give all answers
     as options.
     """
-    from rollouts.flows.init_questions import write_first_configuration  # loads environments and the checks of data
+    # A slow import: reward environments, and the checks of data.
+    from rollouts.flows.init_questions import write_first_configuration
 
     options = InitOptions(
         config=config,

@@ -206,9 +206,9 @@ def held_server() -> Iterator[None]:
 def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     """Return environment variables with which Prefect uses the server at `address` and the store, and prints nothing.
 
-    Set the variables before the first import of prefect. For the variables in `preferences`, values of the user are
-    kept. For a server of PREFECT_API_URL, the user's PREFECT_HOME is kept, because a profile there may have the
-    server's key.
+    Set the variables before the first import of prefect. The values in `preferences` are defaults: a value that the
+    user has set stays. For a server of PREFECT_API_URL, the user's PREFECT_HOME stays, because a profile there may
+    have the server's key.
     """
     preferences = {
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),

@@ -30,7 +30,7 @@ from rollouts.infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
 
 STOP_TIMEOUT_S = 8.0
-"""Seconds between SIGTERM and SIGKILL when the server stops itself."""
+"""Seconds that Prefect's server has to end after SIGTERM. After that, this process kills it."""
 POLL_S = 0.5
 ASLEEP_S = 10.0
 """If a poll takes longer, this process was suspended or got no CPU time."""

@@ -183,7 +183,7 @@ def _judge_instance(
     if rental.state.is_over:  # the machine exists, although its row says refused or gone
         current = cloud.get(instance.id)
         if current is not None and current.status is not InstanceStatus.GONE:  # the machine still exists
-            # A finished run may still count as alive. Mark the machine as expired, so that the machine is always ended.
+            # A finished run may still count as alive. The expired time ends the machine also in that case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _reason_to_keep(rental, ledger, spare=False):

@@ -144,7 +144,7 @@ class Agents:
                     call.send_input(())
                     call.wait()
             except InfraError as error:
-                logger.info("preparing an agent at %s failed: %s", self.address, error)
+                logger.info("the program for requests could not be started at %s in advance: %s", self.address, error)
             finally:
                 self._preparing[purpose].release()
 

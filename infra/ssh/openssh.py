@@ -112,7 +112,8 @@ class OpenSSH:
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
     def open_command(self, command: str) -> "OpenSSHChannel":
-        """Start a command line in the node's shell. If the start fails on the node, the output ends early."""
+        """Start a command line in the node's shell. If the command cannot start, the channel reports an end
+        of output instead of an error."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
             process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)

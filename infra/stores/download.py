@@ -192,7 +192,7 @@ def is_being_fetched(folder: Path) -> bool:
 
 
 def _remove_left(folder: Path, prefix: str) -> None:
-    """Remove interrupted downloads of earlier content that no process is downloading now."""
+    """Remove interrupted downloads of an older version of the object, unless a process is still downloading it."""
     for left in folder.glob(f"{glob.escape(prefix)}*"):
         if left.is_dir() and not is_locked(_lock_of(left), fcntl.LOCK_EX):
             shutil.rmtree(left, ignore_errors=True)

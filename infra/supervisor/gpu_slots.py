@@ -185,7 +185,7 @@ class GPUSlots:
 def _describe_gpu_holder(holder: Mapping[str, Any]) -> str:
     """Describe the holder that a lock file names, for the messages of waiting jobs."""
     if not holder:
-        return "a job that is just taking it"
+        return "a job that took the GPU a moment ago"
     run = f"run {holder['run']} " if holder["run"] else ""
     return f"{run}(job {holder['jobs'][-1]}) since {holder['since']}"
 

@@ -299,7 +299,7 @@ def _move_file(source: Path, path: Path, described: list[int], wanted_size: int)
     """Move a file, which may be incomplete. Returns whether its size and time are still as described."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        # Programs that still write into the file check under this lock whether the file was moved (node_agent.py).
+        # node_agent.py may still be writing into this file. It takes the same lock and stops if the file was moved.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         status = os.fstat(descriptor)
         source.rename(path)

@@ -27,7 +27,7 @@ LARGE_GAP_NATS = 0.1
 HIGH_QUANTILE = 0.99
 
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max", "mismatch_mean", "mismatch_p99_max", "mismatch_beyond_share")
-"""Metrics of every update that compare engine and trainer.
+"""Metrics that compare the engine's log-probs with the trainer's. Every update has them.
 
 In the second and later updates of a step, these metrics are valid only if the trainer's log-probs before the first
 update are known."""

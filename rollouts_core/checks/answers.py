@@ -1,6 +1,6 @@
 """Find rows of prompts that cannot be graded, for example because they have no `answer`.
 
-function_checks.py tests the functions that grade.
+Not here: trial calls of the functions that grade (function_checks.py).
 """
 
 from __future__ import annotations

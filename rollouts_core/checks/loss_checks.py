@@ -162,7 +162,7 @@ def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[Train
 
 
 def _scores_of(batch: TrainBatch, training: RLTrainingConfig) -> TokenScores:
-    """Made-up scores of a policy whose weights changed slightly after the completions were sampled."""
+    """Made-up log-probs, as of a policy whose weights changed slightly after the completions were sampled."""
     logprobs_BT = (batch.rollout_logprobs_BT - 0.01 * batch.targets_BT) * (batch.loss_mask_BT > 0)
     values_BT = torch.full_like(logprobs_BT, 0.2).requires_grad_() if training.with_values else None
     return TokenScores(

@@ -190,7 +190,7 @@ def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTra
 
 
 def _stages_of_jax(config: Config) -> list[str]:
-    """The settings `training.NAME` of the run's trainings that use JAX."""
+    """The names of the sections `training.sft` and `training.rl` whose training uses JAX."""
     return [f"training.{name}" for name, each in config.trainings.items() if each.policy.backend == "jax"]
 
 

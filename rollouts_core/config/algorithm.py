@@ -77,8 +77,8 @@ class RewardShapingConfig(Record):
     """Factor of the KL penalty. The KL divergence from the model that training starts from is summed over tokens,
     multiplied by this factor and subtracted from the reward."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
-    / 2. k3: exp(-d) - 1 + d."""
+    """Estimate of the KL divergence at each sampled token, with d = log policy - log reference. k1: d. abs: |d|. k2:
+    d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_credit: Literal["completion", "token"] = "completion"
     """Number from which the KL penalty is subtracted. completion: the sum over all tokens, from the completion's
     reward, before the baseline. token: the sum over this token and later tokens, from each token's advantage, after the
@@ -165,8 +165,8 @@ class LossConfig(Record):
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Factor with which the KL divergence from the model that training starts from is added to the loss."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|. k2: d^2
-    / 2. k3: exp(-d) - 1 + d."""
+    """Estimate of the KL divergence at each sampled token, with d = log policy - log reference. k1: d. abs: |d|. k2:
+    d^2 / 2. k3: exp(-d) - 1 + d."""
     kl_weight: Literal["none", "ratio", "on_policy"] = "none"
     """Factor of each token's KL estimate. ratio: the ratio of the loss, which makes the estimate unbiased. on_policy:
     value 1, but with the gradient of the ratio."""

@@ -62,8 +62,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
-"""SGLang's sampling parameters that this engine does not support. For each parameter, the permitted values besides
-null, which have no effect."""
+"""SGLang's sampling parameters that this engine does not support. Each parameter has the values that a request
+may give because they change nothing. null is always permitted."""
 
 
 def _texts(value: Json) -> tuple[str, ...]:

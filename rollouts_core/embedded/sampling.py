@@ -204,7 +204,7 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
 
     Args:
         logits_BV: next-token logits. Logits of token ids that `num_tokens` excludes become minus infinity, in place.
-        rows: sampling parameters of the same rows.
+        rows: the sampling parameters of each row of the logits.
         positions_B: the position that each token will have, counted from the start of the prompt.
 
     Returns:

@@ -416,7 +416,10 @@ def _parse_completion(
         logprobs = [read_logprob(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
         finish_reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineAnswerError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
+        raise EngineAnswerError(
+            f"{name} answered with a completion that cannot be read ({type(error).__name__}: {error}): "
+            f"{str(answer)[:300]}"
+        ) from error
     return read_completion(
         name,
         request,

@@ -179,7 +179,7 @@ def find_root(folders: list[str]) -> str:
 
 
 def drop_privileges(settings: dict[str, Any]) -> None:
-    """Become an unprivileged user with the limits of one program, irreversibly."""
+    """Change to an unprivileged user and set the resource limits. Neither can be undone."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -388,7 +388,8 @@ def prompt_keys(evaluation_dir: Path, num_rows: int) -> list[Hashable]:
 def _test_models(
     runs: Sequence[ComparedRun], scores: Sequence[RunScores], place: int, pairs: Sequence[tuple[int, int]]
 ) -> list[ScoreTest]:
-    """Tests of the final models of the first run and another run, then of all other models that both runs have."""
+    """Significance tests of the first run against run `place`: the final models first, then all other models that both
+    runs have."""
     first, other = scores[0], scores[place]
     finals = (first.scored[-1].name, other.scored[-1].name)
     named = [each.name for each in reversed(first.scored)]

@@ -190,7 +190,7 @@ def resolve_vote_fn(config: RolloutConfig) -> VoteFn | None:
     """The function that extracts the final answer of a completion for majority votes; None if no reward has such a
     function.
 
-    The first reward with such a function decides: a built-in reward's vote, or the environment's method `vote`.
+    Built-in rewards and environments may have such a function. If several have one, the first is returned.
     """
     rewards = [each.name for each in config.rewards if each.kind == "function"]
     for reward in rewards if config.rewards else [config.reward_fn]:

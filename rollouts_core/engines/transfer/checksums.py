@@ -158,8 +158,8 @@ def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held
 
 
 def sample_content(published: Mapping[str, Tensor], held: HeldTensors) -> dict[str, tuple[str, ...]]:
-    """Digests of a piece of each published tensor, by the server's tensor that contains it, in the server's number
-    format.
+    """A digest of a piece of each published tensor, after a conversion to the server's number format. The keys are the
+    server's tensors that contain the pieces.
 
     Tensors without a usable checksum, or with an unknown number format, are left out. If a piece differs between two
     versions, the tensor differs too. If the piece is equal, the tensor may still differ.

@@ -48,7 +48,7 @@ class SentWeights:
 
 
 class HostCopies:
-    """The tensors of the newest version that one trainer sends, in host memory."""
+    """Copies in host memory of the newest version's tensors, from which this trainer sends them to engines."""
 
     def __init__(self) -> None:
         self._newest: Mapping[str, Tensor] = {}
