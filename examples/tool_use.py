@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -40,7 +39,6 @@ from rollouts_core import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
-    SGLangEngine,
     create_cross_entropy_loss,
     create_engine_generate_fn,
     create_policy_loss,
@@ -49,11 +47,9 @@ from rollouts_core import (
     load_sft_dataset,
     run_rl_training,
     run_sft_training,
+    serve_in_process,
 )
 from rollouts_core.config import ModelConfig, MultiTurnConfig, OptimConfig, RLOptimConfig, SamplingConfig
-from rollouts_core.embedded.app import build_app
-from rollouts_core.embedded.decoder import Decoder
-from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.environments.calculator import calculate
 from rollouts_core.evaluate import generate_samples
 from rollouts_core.quickstart import QuickstartSize, build_character_tokenizer, build_untrained_model
@@ -151,8 +147,7 @@ async def reinforce(folder: Path, *, num_steps: int) -> None:
         device="cpu",
     )
     prompts = DataBuffer(load_prompts_from_jsonl(folder / "prompts.jsonl"))
-    with Scheduler(Decoder(start, num_slots=128), model_dir=start) as scheduler:
-        engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
+    async with serve_in_process(start, max_running_requests=128) as engine:
         generate = create_engine_generate_fn([engine], backend.tokenizer, ROLLOUT)
         async with AsyncRolloutManager(prompts, ROLLOUT, generate_fn=generate) as manager:
             history = await run_rl_training(backend, prompts, manager, [engine], config)

@@ -28,6 +28,7 @@ PUBLIC_NAMES = {
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "Endpoint EnginePool InFlightEngine InferenceEngine PublishTarget RoutedPool SGLangEngine SGLangRouter "
     "ScoredTokens ScoringRequest VLLMEngine connect create_engine publish_weights sync_weights_to_engines",
+    "engines.in_process": "serve_in_process",
     "rollout.generate": "create_conversation_generate_fn create_engine_generate_fn",
     "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
     "Tool ToolError",
@@ -37,6 +38,7 @@ PUBLIC_NAMES = {
     "token_logprobs",
     "metrics": "EventLog JSONLLogger MetricsLogger read_metrics",
     "model.loading": "load_hf_model load_tokenizer",
+    "notebook": "Plot ProgressBar plot",
     "backends.optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
     "data.packing": "pack_lengths pack_rows",
     "pass_rates": "majority_at_n pass_at_k",

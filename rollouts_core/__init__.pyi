@@ -91,6 +91,7 @@ from rollouts_core.engines import (
     publish_weights as publish_weights,
     sync_weights_to_engines as sync_weights_to_engines,
 )
+from rollouts_core.engines.in_process import serve_in_process as serve_in_process
 from rollouts_core.environments import (
     CalculatorEnvironment as CalculatorEnvironment,
     Conversation as Conversation,
@@ -123,6 +124,7 @@ from rollouts_core.model.policy import (
     compute_logprobs as compute_logprobs,
     score_targets as score_targets,
 )
+from rollouts_core.notebook import Plot as Plot, ProgressBar as ProgressBar, plot as plot
 from rollouts_core.pass_rates import majority_at_n as majority_at_n, pass_at_k as pass_at_k
 from rollouts_core.rewards import (
     REWARDS as REWARDS,

@@ -18,22 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from rollouts_core.batch import build_batch
 from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
-from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engine_kinds import EMBEDDED
 from rollouts_core.engines.completion import Completion, status_of_finish
+from rollouts_core.engines.in_process import serve_in_process
 from rollouts_core.engines.protocol import InferenceEngine
-from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import DivergedError, NoNumbersError, RewardError
 from rollouts_core.model.loading import (
@@ -84,16 +81,13 @@ async def generate_samples(
     tools = describe_tools(environment)
     prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages, tools) for prompt in prompts]
     longest = max(len(tokens) for tokens in prompt_tokens)
-    decoder = Decoder(
-        Path(model.path),
-        num_slots=num_slots,
-        context_length=longest + config.sampling.max_new_tokens + EMBEDDED.reserved_tokens,
-    )
+    context_length = longest + config.sampling.max_new_tokens + EMBEDDED.reserved_tokens
     if is_multi_turn(environment):
-        with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
-            transport = httpx.ASGITransport(app=build_app(scheduler))
-            engine = SGLangEngine("http://embedded", model_dir=Path(model.path), transport=transport)
+        async with serve_in_process(
+            model.path, max_running_requests=num_slots, context_length=context_length
+        ) as engine:
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
+    decoder = Decoder(Path(model.path), num_slots=num_slots, context_length=context_length)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
     ends, num_tokens = stop_token_ids(tokenizer), count_token_ids(tokenizer)
     with _explained_no_numbers(model):
