@@ -50,7 +50,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "ui": "Serve Prefect's UI with the runs of the store, until Ctrl-C.",
         "watch": "Serve web pages with the curves and samples of the store's runs, until Ctrl-C.",
         "notify": "Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the "
-        "receivers.",
+        "receivers, each with the states of runs that it gets messages about.",
         "credentials": "Save API keys in Prefect, for runs with run.credentials = NAME. Without NAME, list the saved "
         "credentials.",
         "prefect-yaml": "Print a prefect.yaml that deploys these configurations to a shared Prefect server.",

@@ -1,4 +1,4 @@
-"""The default folder of the store, and the store's maximum number of concurrent runs.
+"""The default folder of the store, and the numbers that `rollouts up` saves: concurrent runs, days to keep folders.
 
 Not here: the files in a store (docs/run_directory.md), and the assignment of GPUs to jobs
 (infra/supervisor/gpu_slots.py). This module must not import prefect, because it runs before Prefect's environment
@@ -42,6 +42,7 @@ def from_home(path: Path | None) -> Path | None:
 
 DEFAULT_GPU_SLOTS = 5
 FILE = "gpu_slots"
+KEEP_FILE = "keep_days"
 
 
 def save_gpu_slots(home: Path, number: int) -> None:
@@ -63,4 +64,22 @@ def load_gpu_slots(home: Path) -> int:
         raise ConfigError(
             f"{path} does not contain a number of slots: delete it, or set one by rollouts up --gpu-slots"
         )
+    return int(text)
+
+
+def save_keep_days(home: Path, days: int) -> None:
+    """Save after how many days without use the serving process removes folders. 0: it removes none."""
+    write_atomically(home / KEEP_FILE, f"{days}\n")
+
+
+def load_keep_days(home: Path) -> int:
+    """The saved number of days, or 0 if folders are not removed.
+
+    Raises:
+        ConfigError: the file does not contain a number.
+    """
+    path = home / KEEP_FILE
+    text = path.read_text().strip() if path.is_file() else "0"
+    if not text.isdigit():
+        raise ConfigError(f"{path} does not contain a number of days: delete it, or set one by rollouts up --keep-days")
     return int(text)

@@ -1,6 +1,6 @@
 """`rollouts notify`: make Prefect send notifications when runs end, fail or wait for approval.
 
-    rollouts notify                                      list the receivers and their states
+    rollouts notify                                      list the receivers, and what they get messages about
     rollouts notify team --url-variable TEAM_URL         notify the URL of Slack or of another webhook
     rollouts notify sendgrid-email/night --on failed     notify through a block that was created in Prefect's UI
     rollouts notify team --remove                        stop the notifications
@@ -120,8 +120,8 @@ def notify(
     remove: Annotated[bool, typer.Option("--remove", help="Stop the messages to this receiver.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers and their
-    states."""
+    """Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers, each
+    with the states of runs that it gets messages about."""
     states = read_states(on or ())
     check_request(block, url_variable, states, remove=remove)
     url = read_url(url_variable) if url_variable else ""

@@ -58,7 +58,7 @@ from rollouts.flows.own_server.password import password_file
 from rollouts.flows.own_server.server_log import log_tail
 from rollouts.flows.preflight import check_writable
 from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from rollouts.flows.store import save_gpu_slots
+from rollouts.flows.store import load_keep_days, save_gpu_slots, save_keep_days
 from rollouts.infra.locks import lock_file, open_lock, try_lock
 from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts.infra.supervisor.program import with_absolute_paths
@@ -85,6 +85,14 @@ def up(
             help="Most runs at once; further runs are queued. Saved in the store. 0: unchanged (initially 5).",
         ),
     ] = 0,
+    keep_days: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Once a day, remove what no run used for this many days, as `rollouts prune` does. Saved in the "
+            "store. 0: remove nothing. Default: unchanged (initially 0).",
+        ),
+    ] = None,
 ) -> None:
     """Start a Prefect server in the background, with a deployment for each preset and each CONFIG. `rollouts down`
     stops it.
@@ -96,6 +104,9 @@ def up(
     check_writable(store)
     check_server(store)
     is_new = False
+    if keep_days is not None:
+        own_folder(store.resolve() / "prefect")
+        save_keep_days(store.resolve() / "prefect", keep_days)
     console.print(LOOKING_FOR_SERVER)
 
     def begin(address: ServerAddress) -> None:
@@ -120,6 +131,8 @@ def up(
             f"named          NAME{named} at this server, because other stores may use the server, too", markup=False
         )
     console.print(f"gpu slots      {describe_gpu_slots(serving)}")
+    if days := load_keep_days(store.resolve() / "prefect"):
+        console.print(f"keep days      {days}: what no run used for so long is removed once a day")
     at_store = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
     begin_by = f"rollouts run --deployment quickstart{at_store}"
     console.print(f"start a run    {address.ui_url}/deployments, or {begin_by}", markup=False, soft_wrap=True)

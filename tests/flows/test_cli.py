@@ -88,7 +88,7 @@ SURFACE = {
     "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store"],
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
     "pull": ["URL", "DIR"],
-    "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots"],
+    "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots", "--keep-days"],
     "watch": ["--store", "--silent-after"],
     "down": ["--store"],
     "status": ["--store", "--json"],

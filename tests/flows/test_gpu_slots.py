@@ -35,7 +35,9 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
-    assert "gpu slots      1: number of runs under way at once" in up(served, str(config), "--gpu-slots", "1")
+    began = up(served, str(config), "--gpu-slots", "1", "--keep-days", "30")
+    assert "gpu slots      1: number of runs under way at once" in began
+    assert "keep days      30: what no run used for so long is removed once a day" in began
     first = trigger(served, "small")
     with paused(program_of(wait_for_checkpoint(served, "sft"))):
         second = trigger(served, "small", "run.name=second")

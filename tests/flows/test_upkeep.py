@@ -10,6 +10,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -20,7 +21,9 @@ from prefect.exceptions import ObjectNotFound
 
 from rollouts.flows.lost_runs import mark_of_gone, was_killed
 from rollouts.flows.own_server.lend import local_server, prefect_environment
-from rollouts.flows.upkeep import look_after
+from rollouts.flows.store import save_keep_days
+from rollouts.flows.upkeep import look_after, remove_unused
+from rollouts_core.errors import ConfigError
 from tests.kit.commands import Rollouts
 
 
@@ -52,6 +55,24 @@ def test_a_look_that_fails_is_logged_and_the_next_one_comes(tmp_path: Path, monk
     monkeypatch.setattr("rollouts.flows.upkeep.EXPIRED_S", 0.01)
     asyncio.run(asyncio.wait_for(look_for_a_while(), 60))
     assert {type(error) for error in logged} == {ObjectNotFound, sqlite3.OperationalError}
+
+
+def test_what_no_run_used_for_the_days_to_keep_is_removed_and_nothing_without_them(tmp_path: Path) -> None:
+    old, new = (tmp_path / "stages" / f"sft-{16 * number}" for number in "01")
+    for path, days in ((old, 31), (new, 29)):
+        path.mkdir(parents=True)
+        used_at = time.time() - days * 86_400
+        os.utime(path, (used_at, used_at))
+    (tmp_path / "prefect").mkdir()
+    assert remove_unused(tmp_path) == []
+    save_keep_days(tmp_path / "prefect", 30)
+    assert remove_unused(tmp_path) == [f"stages/{old.name}"]
+    assert (old.exists(), new.exists()) == (False, True)
+    save_keep_days(tmp_path / "prefect", 0)
+    assert remove_unused(tmp_path) == []
+    (tmp_path / "prefect/keep_days").write_text("many")
+    with pytest.raises(ConfigError, match="keep_days does not contain a number of days: delete it"):
+        remove_unused(tmp_path)
 
 
 def test_a_run_that_is_gone_is_told_to_go_on_by_what_there_is_for_it() -> None:
