@@ -36,6 +36,7 @@ from rollouts_core.job import job_type
 from rollouts_core.metrics import read_metrics
 from rollouts_core.model.model_size import find_model_size
 from rollouts_core.report.charts import format_roughly
+from rollouts_core.roll_back import ROLLED_BACK
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import STAGES, kind_of, stages_of
 
@@ -184,7 +185,7 @@ def read_stage_times(store: Path, run_name: str) -> dict[str, TimedStage]:
             trainings = Config.model_validate(record["config"]).trainings
             for entry in record["stages"]:
                 name, seconds = entry["stage"], float(entry["seconds"])
-                if entry["how"] == "ran" and not entry["finished_early"]:
+                if entry["how"] == "ran" and not entry["finished_early"] and not entry.get(ROLLED_BACK):
                     num_steps = trainings[name].num_steps if name in trainings else None
                     found.setdefault(name, TimedStage(path.parent.name, seconds, num_steps))
     return found

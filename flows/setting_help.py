@@ -226,4 +226,4 @@ def find_settings(asked: str, known: list[SettingHelp]) -> list[SettingHelp]:
         lambda each: words in each.name or any(words in other for other in each.other_names),
         lambda each: words in each.help.lower() or words in each.choices,
     )
-    return list(dict.fromkeys(each for fits in searches for each in known if fits(each)))
+    return list({each.name: each for fits in searches for each in known if fits(each)}.values())

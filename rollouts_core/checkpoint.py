@@ -19,13 +19,15 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollouts_core.errors import CheckpointError
+from rollouts_core.roll_back import read_roll_back
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.concurrency import read_each
 from rollouts_core.system.files import link_or_copy, new_directory, remove_directory, write_json
 
@@ -242,19 +244,30 @@ def set_damaged_aside(parent: Path) -> list[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at a path: the path itself, or the newest checkpoint in a run's folder or `checkpoints`
-    folder.
+    folder. If a rule rolled the run back, its folder stands for the best checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint at the path.
     """
     if (path / MANIFEST).is_file():
         return path
+    if (best := _best_of_rolled_back(path)) is not None:
+        return best
     for parent in (path / "checkpoints", path):
         if checkpoints := list_checkpoints(parent):
             return checkpoints[-1]
     raise CheckpointError(
         f"there is no checkpoint at {path}: give the folder of a checkpoint, or of a run that has one"
     )
+
+
+def _best_of_rolled_back(run_dir: Path) -> Path | None:
+    """The best checkpoint of a run that a rule rolled back; None for other runs."""
+    with suppress(OSError, ValueError, AttributeError):  # result.json is missing, damaged or of another kind
+        if roll_back := read_roll_back(RunDirectory(run_dir).read_result() or {}):
+            best = step_directory(run_dir / "checkpoints", roll_back.step)
+            return best if best.is_dir() else None
+    return None
 
 
 def adopt_checkpoint(source: Path, parent: Path) -> Path:

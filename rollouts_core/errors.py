@@ -10,7 +10,7 @@
     │   ├── RewardError          a user's function raised an error or returned an unusable value
     │   ├── NoMemoryError        settings that need more memory than the machine has
     │   ├── NoSignalError        training ended because rewards gave no learning signal
-    │   └── StoppedByRuleError   training ended because of a warning that `stop_on` names
+    │   └── StoppedByRuleError   training ended by a warning that `stop_on` or `roll_back_on` names
     ├── EngineError              an inference server refused a request or gave an unusable answer
     │   ├── EngineUnavailableError   the engine is unreachable, restarting or overloaded: a retry may help
     │   ├── NoNumbersError       the engine's weights give NaN or infinite log-probs
@@ -73,7 +73,8 @@ class NoSignalError(InputError):
 
 
 class StoppedByRuleError(InputError):
-    """The training ended because a rule that its setting `stop_on` names raised a warning."""
+    """The training ended because a rule in `stop_on` raised a warning, or a rule in `roll_back_on` before any
+    checkpoint had a score."""
 
 
 class EngineError(RolloutsError):

@@ -77,6 +77,9 @@ async def run_rl_training(
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps and return the metrics of each step that ran.
 
+    If a rule in `config.roll_back_on` raises its warning, the training ends, and the event `rolled_back` names the best
+    checkpoint. The backend keeps the weights of the last step.
+
     With a `checkpoint_dir`, training resumes from the newest intact checkpoint in it. At the start of every attempt,
     the engines load the trainer's weights before any sample is requested. If timing decides which groups a step trains
     on, the groups are written to `events` before the step, and a resumed run uses the same groups.
@@ -102,7 +105,8 @@ async def run_rl_training(
         NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
         NoSignalError: too many steps in a row had no learning signal. The last step is saved.
-        StoppedByRuleError: a rule in `config.stop_on` raised its warning. The step is saved.
+        StoppedByRuleError: a rule in `config.stop_on` raised its warning, or a rule in `config.roll_back_on` before any
+            checkpoint had a score. The step is saved.
         StoppedError: a stop was requested with `stop`.
     """
     rollout = rollout_manager.config
@@ -129,9 +133,11 @@ async def run_rl_training(
         publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
         async with handed_over():  # an engine that cannot free its memory fails here, before the first step
             state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
+        if checkpoints.rolled_back:
+            return history
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
         train = partial(train_on_rollouts, config=config, pad_id=pad_id, stop=checkpoints.stop)
-        watch = WarningWatch(signal, config.stop_on)
+        watch = WarningWatch(signal, config.stop_on, config.roll_back_on)
         conclude = partial(conclude_step, checkpoints, watch, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
@@ -178,7 +184,8 @@ async def conclude_step(
 
     Raises:
         NoSignalError: too many steps in a row had no learning signal. The last step is saved.
-        StoppedByRuleError: a rule in `stop_on` raised its warning. The step is saved.
+        StoppedByRuleError: a rule in `stop_on` raised its warning, or a rule in `roll_back_on` before any checkpoint
+            had a score. The step is saved.
         StoppedError: a stop was requested. The step is saved.
     """
     config = checkpoints.config
@@ -186,9 +193,11 @@ async def conclude_step(
     if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
         metrics_logger.log(metrics, step)
     watch.after_step(step, metrics, checkpoints.events)
-    ends_here = await checkpoints.after_step(step, metrics, cursors, is_over=watch.is_over)
+    ends_here = await checkpoints.after_step(
+        step, metrics, cursors, is_over=watch.is_over, roll_back_rule=watch.roll_back_rule
+    )
     if ends_here:
-        watch.check()
+        watch.check(is_rolled_back=checkpoints.rolled_back is not None)
     return ends_here
 
 

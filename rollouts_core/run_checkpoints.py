@@ -39,9 +39,10 @@ from rollouts_core.checkpoint import (
     step_directory,
 )
 from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
 from rollouts_core.metrics import EventLog
+from rollouts_core.roll_back import ROLLED_BACK, RollBack, read_roll_back
 from rollouts_core.stopping import StoppedError, TrainingStop, describe_problem
 from rollouts_core.system.concurrency import in_short_thread
 from rollouts_core.system.files import remove_partial_directories
@@ -89,6 +90,9 @@ class RunCheckpoints:
         write_served: called in a thread before a save. If the engines serve weights of an earlier step, the function
             returns a file with these weights, otherwise None.
         stop: checked after every step. After a stop request, the step is saved and StoppedError is raised.
+
+    Raises:
+        ConfigError: `config.roll_back_on` is set without a directory.
     """
 
     def __init__(
@@ -105,6 +109,8 @@ class RunCheckpoints:
         write_served: Callable[[], Path | None] = lambda: None,
         stop: TrainingStop | None = None,
     ) -> None:
+        if config.roll_back_on and directory is None:
+            raise ConfigError("roll_back_on rolls back to a saved checkpoint: give checkpoint_dir, or leave it empty")
         self.backend = backend
         self.directory = directory
         self.config = config
@@ -120,6 +126,8 @@ class RunCheckpoints:
         permits."""
         self.resumed_from: Path | None = None
         """The checkpoint that `resume` loaded."""
+        self.rolled_back: RollBack | None = None
+        """The rollback that ended the training, in this attempt or in the attempt that `resume` loaded."""
         self._saving: _Save | None = None
         self._scores: dict[int, float] = {}
         self._step_began = perf_counter()
@@ -185,6 +193,8 @@ class RunCheckpoints:
         details = {"changed": self.changed} if self.changed else {}
         self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
         self._tell_of_extension(manifest.step, state["num_steps"])
+        if (earlier := read_roll_back(state)) and self._is_still_meant(earlier):
+            self._note_roll_back(earlier)
         return state
 
     def is_due(self, step: int) -> bool:
@@ -211,6 +221,7 @@ class RunCheckpoints:
         cursors: Callable[[], Mapping[str, Any]] = dict,  # Any: JSON
         *,
         is_over: bool = False,
+        roll_back_rule: str = "",
     ) -> bool:
         """Conclude the running save if its checkpoint is on disk, and start a new save if this step needs a checkpoint.
 
@@ -220,6 +231,8 @@ class RunCheckpoints:
             cursors: returns the state, besides the step number, that a resumed run needs.
             is_over: True if the training loop ends the training after this step, for example because of a rule in
                 `stop_on`.
+            roll_back_rule: the rule in `roll_back_on` that raised its warning; empty without one. If a checkpoint has a
+                score, the best checkpoint becomes the training's result (`rolled_back`).
 
         Raises:
             StoppedError: a stop was requested. The step is saved.
@@ -238,6 +251,8 @@ class RunCheckpoints:
                 raise StoppedError(0)
             return ends_here
         self._note_score(step, metrics)
+        if roll_back_rule and self._scores:
+            self._note_roll_back(self._roll_back_to_best(step, roll_back_rule))
         is_saved = ends_here or self.is_due(step)
         if is_saved:
             await self._begin_save(step, cursors)
@@ -278,6 +293,34 @@ class RunCheckpoints:
         best = rank_steps(self._scores)[: self.config.keep_best]
         self._scores = {each: self._scores[each] for each in sorted({*newest, *best})}
 
+    def _roll_back_to_best(self, step: int, rule: str) -> RollBack:
+        best = rank_steps(self._scores)[0]
+        score = self._scores[best]
+        return RollBack(
+            rule=rule,
+            from_step=step,
+            num_steps=self.config.num_steps,
+            step=best,
+            metric=self.scored_by,
+            value=-score if self.scored_by == "eval_loss" else score,
+        )
+
+    def _note_roll_back(self, roll_back: RollBack) -> None:
+        self.rolled_back = roll_back
+        logger.warning("%s", roll_back.sentence)
+        self._write_event("rolled_back", **roll_back.model_dump(), message=roll_back.sentence)
+
+    def _is_still_meant(self, earlier: RollBack) -> bool:
+        """True if a resumed training has the same rollback as its checkpoint. An attempt that was killed before it
+        wrote its result was rolled back; a training that is extended or resumed with other settings was not."""
+        assert self.directory is not None, "a training resumes from a directory"
+        return (
+            earlier.rule in self.config.roll_back_on
+            and earlier.num_steps == self.config.num_steps
+            and not self.changed
+            and step_directory(self.directory, earlier.step) in list_checkpoints(self.directory)
+        )
+
     def _state_of(self, step: int, cursors: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
         """The state that a checkpoint contains besides the weights."""
         return {
@@ -286,6 +329,7 @@ class RunCheckpoints:
             "scores": list(self._scores.items()),
             "settings": dict(self.settings),
             **({"is_early": True} if not self.is_due(step) else {}),
+            **({ROLLED_BACK: self.rolled_back.model_dump()} if self.rolled_back else {}),
             **cursors,
         }
 

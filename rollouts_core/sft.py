@@ -49,6 +49,9 @@ async def run_sft_training(
     `checkpoint_every` steps and at the end. On the CPU, a resumed run gives bit for bit the same weights as a run that
     was never stopped.
 
+    If a rule in `config.roll_back_on` raises its warning, the training ends, and the event `rolled_back` names the best
+    checkpoint. The backend keeps the weights of the last step.
+
     Args:
         samples: demonstrations. A sequence is shuffled each epoch; a stream is read in order.
         inputs: digests of the training inputs by name. A checkpoint with other digests is refused.
@@ -62,7 +65,8 @@ async def run_sft_training(
         DataError: a stream ended before the last step.
         NonFiniteError: a loss or gradient is NaN or infinite and `on_nonfinite` is "stop", or too many updates in a row
             were skipped.
-        StoppedByRuleError: a rule in `config.stop_on` raised its warning. The step is saved.
+        StoppedByRuleError: a rule in `config.stop_on` raised its warning, or a rule in `config.roll_back_on` before any
+            checkpoint had a score. The step is saved.
         StoppedError: a stop was requested with `stop`.
     """
     if config.keep_best and not eval_samples:
@@ -83,9 +87,11 @@ async def run_sft_training(
         stop=stop,
     ) as checkpoints:
         state: TrainingState = await checkpoints.resume() or {"step": 0}
+        if checkpoints.rolled_back:
+            return history
         evaluate = partial(compute_eval_loss, backend, eval_samples, config, pad_id=pad_id)
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0))
-        watch = WarningWatch(None, config.stop_on, rules=SFT_RULES, section="training.sft")
+        watch = WarningWatch(None, config.stop_on, config.roll_back_on, rules=SFT_RULES, section="training.sft")
         steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state["step"] else None)
 
         def read_cursors() -> dict[str, object]:
@@ -101,9 +107,11 @@ async def run_sft_training(
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
             watch.after_step(step, metrics, events)
-            ends_here = await checkpoints.after_step(step, metrics, read_cursors, is_over=watch.is_over)
+            ends_here = await checkpoints.after_step(
+                step, metrics, read_cursors, is_over=watch.is_over, roll_back_rule=watch.roll_back_rule
+            )
             if ends_here:
-                watch.check()
+                watch.check(is_rolled_back=checkpoints.rolled_back is not None)
             return ends_here
 
         await checkpoints.begin()

@@ -4,9 +4,11 @@ Other modules: checks/ warns before a run, and signal_watch.py counts the steps 
 
     metrics of a step -> each rule reads the first steps and the last steps -> event `warning`, with the rule's name
                                                                             -> end of the run, if `stop_on` names it
+                                                            -> end of the training with its best checkpoint as result,
+                                                               if `roll_back_on` names it
 
 A rule warns when its bound is crossed, and again only after a step in which the bound was kept. The rules only read
-metrics, so a rule changes a run only by ending the run. In a resumed run, the rules do not see the metrics of earlier
+metrics, so a rule changes a training only by ending it. In a resumed run, the rules do not see the metrics of earlier
 attempts.
 """
 
@@ -231,7 +233,8 @@ RL_RULES = (
         find=find_rounding,
     ),
 )
-"""The rules of RL. Each rule can warn; a rule that `training.rl.stop_on` names also ends the run."""
+"""The rules of RL. Each rule can warn; a rule in `training.rl.stop_on` or `training.rl.roll_back_on` also ends the
+training."""
 SFT_RULES = (
     Rule(
         name="loss_risen",
@@ -244,7 +247,8 @@ SFT_RULES = (
     ),
     replace(SPIKES_RULE, remedy="lower training.sft.optim.lr or training.sft.optim.max_grad_norm"),
 )
-"""The rules of SFT. Each rule can warn; a rule that `training.sft.stop_on` names also ends the run."""
+"""The rules of SFT. Each rule can warn; a rule in `training.sft.stop_on` or `training.sft.roll_back_on` also ends the
+training."""
 
 
 class WarningWatch:
@@ -253,26 +257,40 @@ class WarningWatch:
     Args:
         signal: counts the steps without learning signal and has its own limit; None for SFT.
         stop_on: names of the rules that end the training.
-        section: the section of the settings with `stop_on`.
+        roll_back_on: names of the rules that end the training with its best checkpoint as the result.
+        section: the section of the settings with `stop_on` and `roll_back_on`.
     """
 
     def __init__(
         self,
         signal: SignalWatch | None,
         stop_on: Collection[str] = (),
+        roll_back_on: Collection[str] = (),
         *,
         rules: Sequence[Rule] = RL_RULES,
         section: str = "training.rl",
     ) -> None:
-        self.signal, self.stop_on, self.rules, self.section = signal, stop_on, rules, section
+        self.signal, self.stop_on, self.roll_back_on = signal, stop_on, roll_back_on
+        self.rules, self.section = rules, section
         self._first: list[Line] = []
         self._last: deque[Line] = deque(maxlen=WINDOW)
         self._crossed: set[str] = set()
         self._end = ""
+        self._roll_back: tuple[str, str] | None = None
+        """The first rule in `roll_back_on` that warned, and its warning."""
 
     @property
     def is_over(self) -> bool:
         """True if the training ends after this step."""
+        return self._is_stopped or self._roll_back is not None
+
+    @property
+    def roll_back_rule(self) -> str:
+        """The rule that makes the best checkpoint the training's result; empty without one, or if the run stops."""
+        return self._roll_back[0] if self._roll_back and not self._is_stopped else ""
+
+    @property
+    def _is_stopped(self) -> bool:
         return bool(self._end) or (self.signal is not None and self.signal.is_over)
 
     def after_step(self, step: int, metrics: Line, events: EventLog | None = None) -> None:
@@ -293,19 +311,32 @@ class WarningWatch:
                         f"{sentence}. The training ended here, by the rule {rule.name}, and the step is saved. To "
                         f"resume, take {rule.name} out of {self.section}.stop_on"
                     )
+                if rule.name in self.roll_back_on and self._roll_back is None:
+                    self._roll_back = rule.name, sentence
             (self._crossed.add if found else self._crossed.discard)(rule.name)
 
-    def check(self) -> None:
-        """Raise an error if the training ends here.
+    def check(self, *, is_rolled_back: bool = False) -> None:
+        """Raise an error if the training ends here without a result.
+
+        Args:
+            is_rolled_back: the best checkpoint is the training's result.
 
         Raises:
             NoSignalError: too many steps in a row had no learning signal.
-            StoppedByRuleError: a rule in `stop_on` raised its warning.
+            StoppedByRuleError: a rule in `stop_on` raised its warning, or a rule in `roll_back_on` before any
+                checkpoint had a score.
         """
         if self.signal:
             self.signal.check()
         if self._end:
             raise StoppedByRuleError(self._end)
+        if self._roll_back and not is_rolled_back:
+            rule, sentence = self._roll_back
+            raise StoppedByRuleError(
+                f"{sentence}. The rule {rule} rolls back to the best checkpoint, but no checkpoint has a score yet. "
+                f"The training ended here, and the step is saved. Lower {self.section}.checkpoint_every, or take "
+                f"{rule} out of {self.section}.roll_back_on"
+            )
 
 
 def warn(step: int, rule: str, message: str, events: EventLog | None) -> None:

@@ -22,6 +22,7 @@ from rollouts_core.comparison import Verdict
 from rollouts_core.config import Config
 from rollouts_core.report import render_report, render_summary_markdown
 from rollouts_core.report.markdown import as_code
+from rollouts_core.roll_back import ROLLED_BACK
 from rollouts_core.stages import EVALUATE, trainings_of
 from rollouts_core.system.files import write_atomically, write_json
 
@@ -54,7 +55,7 @@ def write_report(
         "stages": [
             {
                 **record.model_dump(mode="json", exclude={"result"}),
-                "finished_early": record.result.get("finished_early"),
+                **{name: record.result.get(name) for name in ("finished_early", ROLLED_BACK)},
             }
             for record in records
         ],

@@ -17,11 +17,14 @@ from rollouts.tasks.spending import Spending
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.report import ReportInput, StageSummary, TrainedStage
+from rollouts_core.roll_back import read_roll_back
 from rollouts_core.stages import BASE, EVALUATE, is_training, label_of, selection_of, trainings_of
 
 
 def describe_how(record: StageRecord) -> str:
-    """Text for the report: ran, attached or reused (`StageRecord.how`), and at which step a user ended it early."""
+    """Text for the report: ran, attached or reused (`StageRecord.how`), and its rollback or early end."""
+    if roll_back := read_roll_back(record.result):
+        return f"{record.how}, {roll_back.sentence}"
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 

@@ -178,8 +178,8 @@ def sft_rules(config: Config) -> Iterator[str]:
     if sft.keep_best and not config.data.sft_eval:
         yield (
             f"training.sft.keep_best {sft.keep_best} compares checkpoints by their loss on data.sft_eval, which is not "
-            "set: set data.sft_eval; or set training.sft.keep_best to 0, and keep_checkpoints to the number of "
-            "checkpoints that selection evaluates"
+            f"set: set data.sft_eval; or {'remove roll_back_on, ' * bool(sft.roll_back_on)}set training.sft.keep_best "
+            "to 0, and keep_checkpoints to the number of checkpoints that selection evaluates"
         )
     if not sft.keep_best or not config.data.sft_eval or sft.checkpoint_every % sft.eval_every == 0:
         return

@@ -13,6 +13,7 @@ from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, Mismatch
 from rollouts_core.config.optim import RLOptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
+from rollouts_core.config.roll_back import roll_back_rules
 from rollouts_core.config.rollout import RolloutConfig
 
 StopRule = Literal[
@@ -71,6 +72,10 @@ class RLTrainingConfig(Record):
     stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run forgets
     the measurements of earlier attempts."""
+    roll_back_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=SELECTION)
+    """Names of warnings that end the training and make its best checkpoint the only result. The run continues with this
+    checkpoint. Needs `keep_best`, and a `checkpoint_every` below `num_steps`. A resumed run forgets the measurements of
+    earlier attempts."""
     sync_every: int = Field(default=1, ge=1)
     """Number of steps from one publication of weights to the next. With a value above 1, the engines sample with older
     weights than the trainer has. The loss should then correct for the difference between the log-probs of old and new
@@ -199,6 +204,7 @@ class RLTrainingConfig(Record):
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
 
     def _broken_rules(self) -> Iterator[str]:
+        yield from roll_back_rules(self)
         if self.with_values and not self.loss.value_coef:
             yield 'advantage.estimator "gae" needs loss.value_coef above 0: otherwise its value head does not learn'
 
@@ -215,8 +221,8 @@ def describe_unranked(training: RLTrainingConfig, rollout: RolloutConfig, *, is_
     found = "recorded completions" if is_recorded else f"rollout.{older} {rollout.max_token_age}"
     return (
         f"keep_best {training.keep_best} compares checkpoints by the reward of the completions that each one sampled, "
-        f"but with {found} other weights sample too: set keep_best to 0, and keep_checkpoints to the number of "
-        "checkpoints that selection evaluates"
+        f"but with {found} other weights sample too: {'remove roll_back_on, ' * bool(training.roll_back_on)}set "
+        "keep_best to 0, and keep_checkpoints to the number of checkpoints that selection evaluates"
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from rollouts_core.config.optim import OptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, Record
+from rollouts_core.config.roll_back import roll_back_rules
 
 StopRule = Literal["loss_risen", "gradient_spikes"]
 """Names of the rules of SFT in warning_rules.py."""
@@ -46,6 +47,10 @@ class SFTTrainingConfig(Record):
     stop_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """Names of warnings that end the run with a checkpoint. All other warnings are only shown. A resumed run forgets
     the measurements of earlier attempts."""
+    roll_back_on: tuple[StopRule, ...] = Field(default=(), json_schema_extra=SELECTION)
+    """Names of warnings that end the training and make its best checkpoint the only result. The run continues with this
+    checkpoint. Needs `keep_best`, and a `checkpoint_every` below `num_steps`. A resumed run forgets the measurements of
+    earlier attempts."""
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Number of steps from one line of metrics to the next."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)
@@ -72,6 +77,7 @@ class SFTTrainingConfig(Record):
         return self.num_steps
 
     def _broken_rules(self) -> Iterator[str]:
+        yield from roll_back_rules(self)
         most = min(self.micro_batch_size, self.batch_size)
         if self.batch_size % most:
             fitting = max(size for size in range(1, most) if self.batch_size % size == 0)

@@ -94,7 +94,8 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
         counts = await train_on(job, directory, events, ranks, stop)
     engines = sorted({f"{each.kind} {each.version}" for each in job.engines if each.version})
     record = {**describe_training(job, directory), **counts, **({"engines": engines} if engines else {})}
-    directory.write_result({**record, **collect_warnings(directory)})
+    warnings = [*filter(None, (record.get("warning"), collect_warnings(directory)))]
+    directory.write_result({**record, **({"warning": "; ".join(warnings)} if warnings else {})})
 
 
 async def train_on_recorded(
@@ -206,8 +207,8 @@ def describe_formats(training: RLTrainingConfig, dtype: torch.dtype | None) -> s
     return f'{found}, and nothing in training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight'
 
 
-def collect_warnings(directory: RunDirectory) -> dict[str, str]:
-    """The field `warning` of result.json, as a dict. Empty without a warning.
+def collect_warnings(directory: RunDirectory) -> str:
+    """A warning for result.json about all logged steps; empty without a warning.
 
     The warning says that many steps made no update, or that engines rounded most of the updates away. During the
     training, warning_rules.py has already logged these problems.
@@ -215,8 +216,7 @@ def collect_warnings(directory: RunDirectory) -> dict[str, str]:
     lines = read_metrics(directory.metrics)
     if skipped := describe_skipped_steps(lines):
         logger.warning("%s", skipped)
-    warnings = [warning for warning in (skipped, describe_last_rounding(lines)) if warning]
-    return {"warning": "; ".join(warnings)} if warnings else {}
+    return "; ".join(filter(None, (skipped, describe_last_rounding(lines))))
 
 
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:

@@ -26,8 +26,9 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.errors import FullGPUError
 from rollouts_core.job import TrainingJob
 from rollouts_core.less_memory import is_gpu_full
-from rollouts_core.metrics import EventLog
+from rollouts_core.metrics import EventLog, read_last_lines
 from rollouts_core.model.loading import silence_progress_bars
+from rollouts_core.roll_back import ROLLED_BACK, RollBack
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.stopping import STOPPED_CODE, StoppedError, TrainingStop, describe_stop
 from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
@@ -159,14 +160,27 @@ def write_stop(events: EventLog, step: int, problem: str = "") -> None:
 
 
 def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
-    """The fields of result.json that SFT and RL share: the checkpoints and, if a user ended the training early, the
-    last step and the run that requested the end."""
+    """The fields of result.json that SFT and RL share: the checkpoints, or after a rollback only the best one; and if a
+    user ended the training early, the last step and the run that requested the end."""
     checkpoints = describe_checkpoints(directory)
+    if roll_back := _find_roll_back(directory):
+        best = [each for each in checkpoints if each["step"] == roll_back.step]
+        return {"checkpoints": best, ROLLED_BACK: roll_back.model_dump(), "warning": roll_back.sentence}
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps
     if step == num_steps:
         return {"checkpoints": checkpoints}
     early = {"step": step, "num_steps": num_steps, "asked_by": directory.end_request.read_text(encoding="utf-8")}
     return {"checkpoints": checkpoints, "finished_early": early}
+
+
+def _find_roll_back(directory: RunDirectory) -> RollBack | None:
+    """The rollback that ended the training in this process; None if the training was not rolled back."""
+    for event in reversed(read_last_lines(directory.events)):
+        if event["event"] == ROLLED_BACK:
+            return RollBack.model_validate(event)
+        if event["event"] == "started":  # earlier events belong to earlier attempts
+            break
+    return None
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON

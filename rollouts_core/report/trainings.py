@@ -13,6 +13,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import format_number
 from rollouts_core.report.inputs import ReportInput
+from rollouts_core.roll_back import read_roll_back
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import EVALUATE, capitalized, kind_of
 from rollouts_core.stages.kind import load
@@ -89,8 +90,12 @@ def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
 
 
 def _describe_steps(num_steps: int, directory: Path | None) -> str:
-    """The number of trained steps. If the stage ended early, the planned number follows."""
-    early = _read_result(directory).get("finished_early")
+    """The number of trained steps. If the stage ended early, the planned number follows; after a rollback also the step
+    of the best checkpoint."""
+    result = _read_result(directory)
+    if roll_back := read_roll_back(result):
+        return f"{roll_back.from_step:,} of {num_steps:,} steps, rolled back to step {roll_back.step:,},"
+    early = result.get("finished_early")
     return f"{early['step']:,} of {num_steps:,} steps" if early else f"{num_steps:,} steps"
 
 

@@ -26,6 +26,8 @@ from rollouts_core.checkpoint import (
     verify_checkpoint,
 )
 from rollouts_core.errors import CheckpointError
+from rollouts_core.roll_back import ROLLED_BACK, RollBack
+from rollouts_core.run_directory import RunDirectory
 
 
 def write_checkpoint(parent: Path, step: int, weights: str = "weights", trainer: str = "state") -> Path:
@@ -260,6 +262,16 @@ def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path: Path) -> Non
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(newest.parent) == find_checkpoint(newest) == newest
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nothing"):
         find_checkpoint(tmp_path / "nothing")
+
+
+def test_the_folder_of_a_run_that_was_rolled_back_names_its_best_checkpoint(tmp_path: Path) -> None:
+    """Without it the next training, or an evaluation, would start from the collapsed weights."""
+    best, newest = (write_checkpoint(tmp_path / "checkpoints", step) for step in (2, 10))
+    roll_back = RollBack(rule="loss_risen", from_step=10, num_steps=20, step=2, metric="eval_loss", value=1.5)
+    RunDirectory(tmp_path).write_result({ROLLED_BACK: roll_back.model_dump()})
+    assert (find_checkpoint(tmp_path), find_checkpoint(newest)) == (best, newest)
+    (tmp_path / "result.json").write_text("[]")
+    assert find_checkpoint(tmp_path) == newest
 
 
 def test_an_adopted_checkpoint_is_the_runs_own(tmp_path: Path) -> None:

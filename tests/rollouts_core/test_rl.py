@@ -7,6 +7,7 @@ train on other samples than the run that it continues.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import tempfile
@@ -142,6 +143,27 @@ def test_checkpoints_are_ranked_by_what_their_weights_sampled_before_the_filter(
     best = max(of_checkpoints, key=lambda step: (of_checkpoints[step], -step))
     kept = [load_manifest(path).step for path in list_checkpoints(tmp_path / "checkpoints")]
     assert kept == [best, 5]
+
+
+def test_a_rule_rolls_the_training_back_to_the_checkpoint_with_the_best_reward(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The rewards collapse after ten steps."""
+    num_graded = itertools.count()
+
+    def collapse(sample: Sample) -> float:
+        return share_of_even_digits(sample) + (next(num_graded) < 10 * 12)
+
+    kept = {"checkpoint_every": 3, "keep_checkpoints": 1, "keep_best": 1}
+    training = TRAINING.model_copy(update={**kept, "roll_back_on": ("reward_halved",)})
+    rollout = ROLLOUT.model_copy(update={"reward_fn": collapse})
+    _, history, _ = train(base_model, tokenizer, tmp_path, num_steps=30, training=training, rollout=rollout)
+    assert 20 <= len(history) < 30
+    rewards = {step: history[step]["reward"] for step in range(3, len(history), 3)}
+    best = max(rewards, key=rewards.__getitem__)
+    saved = [load_manifest(path).step for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert saved[0] == best < 10 and saved[-1] == len(history)
+    assert train(base_model, tokenizer, tmp_path, num_steps=30, training=training, rollout=rollout)[1] == []
 
 
 class TwoTurns:

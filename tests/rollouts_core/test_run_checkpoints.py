@@ -33,6 +33,7 @@ from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.jobs.rl_job import write_rollouts
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.rl import run_rl_training
+from rollouts_core.roll_back import RollBack
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.run_checkpoints import RunCheckpoints, ScoredBy, check_same_settings, describe_settings
@@ -252,6 +253,82 @@ def test_a_checkpoint_is_ranked_by_the_score_of_its_own_weights(
     config = CONFIG.model_copy(update={"keep_best": 1})
     train_scored(tmp_path, config, {}, metric, {step: values.get(step, float("nan")) for step in range(1, 9)})
     assert names_in(tmp_path) == [best, "step_000008"]
+
+
+ROLLING_BACK = CONFIG.model_copy(update={"keep_best": 1, "roll_back_on": ("loss_risen",)})
+
+
+def roll_back_at(
+    directory: Path, last: int, *, metric: ScoredBy = "eval_loss", config: SFTTrainingConfig = ROLLING_BACK
+) -> tuple[int, RollBack | None]:
+    """Train until the rule loss_risen warns after step `last`; returns the first step and the rollback."""
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+    values = {1: 0.1, 2: 3.0, 3: 0.1, 4: 2.0, 5: 0.7, 6: 2.5, 7: 0.1, 8: 9.0}
+
+    async def train() -> tuple[int, RollBack | None]:
+        async with RunCheckpoints(
+            backend.as_backend, directory, config, settings={}, scored_by=metric, events=events
+        ) as checkpoints:
+            state = await checkpoints.resume() or {"step": 0}
+            for step in range(state["step"] + 1, 0 if checkpoints.rolled_back else last + 1):
+                rule = "loss_risen" if step == last else ""
+                await checkpoints.after_step(step, {metric: values[step]}, is_over=bool(rule), roll_back_rule=rule)
+            return state["step"] + 1, checkpoints.rolled_back
+
+    with EventLog(directory.with_suffix(".jsonl")) as events:
+        return asyncio.run(train())
+
+
+@pytest.mark.parametrize(
+    ("last", "metric", "step", "value"),
+    [
+        (7, "eval_loss", 4, 2.0),
+        (8, "eval_loss", 4, 2.0),  # the last step of the training
+        (2, "eval_loss", 2, 3.0),
+        (7, "reward", 4, 0.7),  # of the completions of step 5, which the weights of step 4 sampled
+    ],
+)
+def test_a_rule_rolls_back_to_the_checkpoint_with_the_best_score_and_the_last_step_is_saved(
+    tmp_path: Path, last: int, metric: ScoredBy, step: int, value: float
+) -> None:
+    directory = tmp_path / "run"
+    _, rolled_back = roll_back_at(directory, last, metric=metric)
+    found = RollBack(rule="loss_risen", from_step=last, num_steps=8, step=step, metric=metric, value=value)
+    assert rolled_back == found
+    assert names_in(directory) == sorted({f"step_{each:06d}" for each in (step, last, last // 2 * 2)})
+    [event] = [line for line in read_json_lines(tmp_path / "run.jsonl") if line["event"] == "rolled_back"]
+    assert RollBack.model_validate(event) == found
+    assert event["message"] == (
+        f"the rule loss_risen rolled the training back from step {last} of 8 to the best checkpoint, step {step} "
+        f"({metric} {value:g})"
+    )
+
+
+def test_a_rule_without_a_scored_checkpoint_rolls_nothing_back(tmp_path: Path) -> None:
+    assert roll_back_at(tmp_path / "run", 2, metric="reward") == (1, None)
+    assert names_in(tmp_path / "run") == ["step_000002"]
+
+
+def test_a_training_that_was_killed_after_its_rollback_trains_no_further_step(tmp_path: Path) -> None:
+    """Rules forget the steps before a resume, so the resumed training would otherwise keep its collapsed weights."""
+    _, rolled_back = roll_back_at(tmp_path / "run", 7)
+    assert rolled_back is not None
+    assert roll_back_at(tmp_path / "run", 8) == (8, rolled_back)
+
+
+@pytest.mark.parametrize("change", [{"roll_back_on": ()}, {"roll_back_on": ("gradient_spikes",)}, {"num_steps": 20}])
+def test_a_training_of_other_settings_resumes_from_the_step_at_which_a_rule_rolled_back(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    roll_back_at(tmp_path / "run", 5)
+    _, rolled_back = roll_back_at(tmp_path / "run", 7, config=ROLLING_BACK.model_copy(update=change))
+    assert rolled_back is not None and rolled_back.from_step == 7
+
+
+def test_a_rollback_needs_a_directory() -> None:
+    with pytest.raises(ConfigError, match="roll_back_on rolls back to a saved checkpoint: give checkpoint_dir"):
+        RunCheckpoints(SlowDiskBackend().as_backend, None, ROLLING_BACK, settings={})
 
 
 @pytest.mark.parametrize("ends", [[2], [3], [4], [5], [2, 3, 4, 5, 6, 7]])

@@ -20,7 +20,7 @@ from rollouts_core.algorithms.loss import (
 )
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.config import DatasetConfig, ModelConfig, OptimConfig, SFTTrainingConfig
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.data.steps import Samples
@@ -245,6 +245,41 @@ def test_a_loss_that_rises_is_warned_of_and_ends_the_training_if_the_settings_sa
     assert saved.name == f"step_{warning['step']:06d}"
     rest = train_on(config.model_copy(update={"stop_on": ()}))
     assert len(rest) == 100 - warning["step"], "a resumed training continues with the rule taken out"
+
+
+def test_a_loss_that_rises_rolls_the_training_back_if_the_settings_say_so(
+    base_model: ModelConfig, demonstrations: list[Sample], tmp_path: Path
+) -> None:
+    kept = {"checkpoint_every": 5, "eval_every": 5, "keep_checkpoints": 1, "keep_best": 1}
+    config = CONFIG.model_copy(update={"num_steps": 60, "roll_back_on": ("loss_risen",), **kept})
+    optim = OptimConfig(lr=3.0, num_warmup_steps=40, max_grad_norm=1e9)
+
+    def train_on() -> list[Metrics]:
+        loss = create_cross_entropy_loss()
+        backend = create_pytorch_backend(base_model, optim, loss, num_steps=60, device="cpu")
+        return asyncio.run(
+            run_sft_training(
+                backend,
+                demonstrations,
+                config,
+                checkpoint_dir=tmp_path / "run",
+                eval_samples=demonstrations[:2],
+                events=events,
+            )
+        )
+
+    with EventLog(tmp_path / "events.jsonl") as events:
+        history = train_on()
+        assert train_on() == [], "a second attempt trains no further step"
+    losses = {step: metrics["eval_loss"] for step, metrics in enumerate(history, 1) if "eval_loss" in metrics}
+    best = min(losses, key=losses.__getitem__)
+    told = [line for line in read_json_lines(tmp_path / "events.jsonl") if line["event"] == "rolled_back"]
+    assert [(line["from_step"], line["step"], line["value"]) for line in told] == [
+        (len(history), best, losses[best])
+    ] * 2
+    assert 20 <= len(history) < 60 and best < len(history)
+    saved = [load_manifest(path).step for path in list_checkpoints(tmp_path / "run")]
+    assert {best, len(history)} <= {*saved}
 
 
 def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, LossMetrics]:

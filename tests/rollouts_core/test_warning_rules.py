@@ -122,6 +122,30 @@ def test_only_a_rule_that_the_settings_name_ends_a_run() -> None:
     assert not warned.is_over
 
 
+def test_a_rule_rolls_a_training_back_and_without_a_best_checkpoint_ends_the_run() -> None:
+    watch = WarningWatch(SignalWatch(50), (), ("staleness", "all_truncated"))
+    for step, metrics in enumerate(collapsing("all_truncated")[:63], start=1):
+        assert (watch.is_over, watch.roll_back_rule) == (False, "")
+        watch.after_step(step, metrics)
+    assert (watch.is_over, watch.roll_back_rule) == (True, "all_truncated")
+    watch.check(is_rolled_back=True)
+    remedy = r"Lower training\.rl\.checkpoint_every, or take all_truncated out of training\.rl\.roll_back_on"
+    with pytest.raises(
+        StoppedByRuleError, match=rf"step 63: all completions .* no checkpoint has a score yet.* {remedy}"
+    ):
+        watch.check()
+
+
+def test_a_run_stops_if_rules_of_both_settings_warn_in_the_same_step() -> None:
+    steps = [{**line, "parse_failure_share": line["truncated_share"]} for line in collapsing("all_truncated")]
+    watch = WarningWatch(SignalWatch(50), ("unparsed_calls",), ("all_truncated",))
+    for step, metrics in enumerate(steps[:63], start=1):
+        watch.after_step(step, metrics)
+    assert (watch.is_over, watch.roll_back_rule) == (True, "")
+    with pytest.raises(StoppedByRuleError, match=r"take unparsed_calls out of training\.rl\.stop_on"):
+        watch.check()
+
+
 def test_steps_without_signal_end_a_run_by_their_own_limit() -> None:
     watch = WarningWatch(SignalWatch(12))
     for step, metrics in enumerate(collapsing("no_signal")[:72], start=1):

@@ -4,6 +4,7 @@ Without it a misspelt key would be ignored and a run would train with a default 
 """
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -227,7 +228,38 @@ def test_the_best_of_rl_are_kept_only_if_each_checkpoint_samples_alone(rollout: 
     settings = {**MINIMAL, "rollout": rollout, "training": {"rl": {"keep_best": 1}}}
     with pytest.raises(ConfigError, match=rf"training\.rl\.keep_best 1 .* with {found} other weights sample too: set"):
         parse(settings)
+    with pytest.raises(ConfigError, match="other weights sample too: remove roll_back_on, set keep_best to 0"):
+        parse({**settings, "training": {"rl": {"keep_best": 1, "roll_back_on": ["reward_halved"]}}})
     parse({**settings, "training": {"rl": {"keep_best": 0}}})
+
+
+@pytest.mark.parametrize(("stage", "rule"), [("rl", "reward_halved"), ("sft", "loss_risen")])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"keep_best": 0}, "with keep_best 0 no checkpoint gets a score: set keep_best to 1 or more, or remove roll_b"),
+        (
+            {"checkpoint_every": 20},
+            "checkpoint_every 20 and num_steps 20 there is none: set checkpoint_every below",
+        ),
+        (
+            {"stop_on": True},
+            'the rule "{rule}" is in stop_on and in roll_back_on, which exclude each other: remove',
+        ),
+        ({}, ""),
+    ],
+)
+def test_a_rollback_needs_checkpoints_with_scores_and_no_other_action_of_its_rule(
+    stage: str, rule: str, changed: dict[str, Any], said: str
+) -> None:
+    kept = {"num_steps": 20, "checkpoint_every": 10, "keep_best": 1, **({"eval_every": 10} if stage == "sft" else {})}
+    training = {**kept, "roll_back_on": [rule], **changed, **({"stop_on": [rule]} if "stop_on" in changed else {})}
+    settings = {**with_setting("data.sft_eval", "e.jsonl"), "training": {stage: training}}
+    if said:
+        with pytest.raises(ConfigError, match=rf"training\.{stage}: .*{re.escape(said.format(rule=rule))}"):
+            parse(settings)
+    else:
+        parse(settings)
 
 
 def test_completions_without_another_to_compare_with_are_refused() -> None:

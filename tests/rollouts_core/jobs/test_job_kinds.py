@@ -58,6 +58,7 @@ from rollouts_core.job import (
 from rollouts_core.jobs.job_inputs import checked_file
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.roll_back import RollBack
 from rollouts_core.types import Sample, sample_from_json
 from tests.kit.nvidia_smi import install_nvidia_smi
 from tests.rollouts_core.kill_rewards import grade_even_digits
@@ -483,6 +484,34 @@ def test_the_loss_of_evaluation_demonstrations_is_logged_and_decides_which_check
     losses = {row["step"]: row["eval_loss"] for row in metrics if row.get("eval_loss")}
     assert list(losses) == [1, 2, 3, 4]
     assert [entry["step"] for entry in result["checkpoints"]] == sorted({min(losses, key=losses.__getitem__), 4})
+
+
+@pytest.mark.slow
+def test_a_training_that_a_rule_rolled_back_has_its_best_checkpoint_as_its_only_result(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    """The learning rate rises until the training diverges."""
+    diverging = {"optim": OptimConfig(lr=3.0, num_warmup_steps=40, max_grad_norm=1e9), "roll_back_on": ("loss_risen",)}
+    kept = {"num_steps": 60, "checkpoint_every": 10, "eval_every": 10, "keep_best": 1}
+    job = sft_job(base, quickstart_dir, **kept, **diverging)
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((quickstart_dir / "sft.jsonl").read_text().splitlines(keepends=True)[:4]))
+    job = job.model_copy(update={"eval_data": InputFile(path=str(few), digest=digest_path(few))})
+    result = do(job, tmp_path / "run")
+    roll_back = RollBack.model_validate(result["rolled_back"])
+    assert (roll_back.rule, roll_back.num_steps, roll_back.metric) == ("loss_risen", 60, "eval_loss")
+    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    found = {row["step"]: row["eval_loss"] for row in metrics if row.get("eval_loss")}
+    assert found[roll_back.step] == roll_back.value == min(found.values())
+    assert [entry["step"] for entry in result["checkpoints"]] == [roll_back.step]
+    assert result["warning"] == roll_back.sentence and "finished_early" not in result
+    (tmp_path / "run/result.json").unlink()  # as if the job had been killed before it wrote the result
+    assert main(["sft", str(tmp_path / "run/job.json")]) == 0
+    assert json.loads((tmp_path / "run/result.json").read_text()) == result
+    whole = job.training.model_copy(update={"num_steps": roll_back.from_step, "roll_back_on": ()})
+    (tmp_path / "run/job.json").write_text(job.model_copy(update={"training": whole}).model_dump_json())
+    assert main(["sft", str(tmp_path / "run/job.json")]) == 0
+    assert "rolled_back" not in json.loads((tmp_path / "run/result.json").read_text()), "of an earlier attempt"
 
 
 @pytest.mark.slow

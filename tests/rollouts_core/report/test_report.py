@@ -301,6 +301,9 @@ def test_the_page_says_how_much_was_trained_and_not_what_was_planned(full_report
     page = render_report(full_report)
     assert "1 of 400 steps of 8 packed rows" in page and "1 of 100 steps of 16 prompts" in page
     assert "about 0.08 epochs of the prompts" in page
+    rolled_back = {"rule": "r", "from_step": 90, "num_steps": 400, "step": 20, "metric": "eval_loss", "value": 1}
+    RunDirectory(full_report.trainings[0].run_dir).write_result({"checkpoints": [], "rolled_back": rolled_back})
+    assert "90 of 400 steps, rolled back to step 20, of 8 packed rows" in render_report(full_report)
 
 
 def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: ReportInput) -> None:
