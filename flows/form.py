@@ -196,7 +196,7 @@ class RunOptions(Record):
     fresh: tuple[StageName, ...] = ()
     """Stages to run again, even if an earlier run finished the same stage."""
     report_to: tuple[TrackerName, ...] = ()
-    """Also send the metrics of SFT and RL to TensorBoard or to Weights & Biases (`wandb`), during training."""
+    """Also send the metrics of SFT and RL to TensorBoard, Trackio or Weights & Biases (`wandb`), during training."""
     restarts: int = Field(2, ge=0, le=10)
     """Number of automatic restarts of a run whose process was killed (by kill -9, or because its machine died). Needs
     `rollouts up` or `rollouts watch`."""
