@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
 from prefect.states import Completed
@@ -21,6 +20,7 @@ from pydantic import BaseModel
 
 from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
 from rollouts.flows.check import check_settings
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.credentials import take_credentials
 from rollouts.flows.deployments import EVALUATE_FLOW
 from rollouts.flows.form import FormConfig, FormEvaluate, FormNode, FormRun
@@ -45,10 +45,9 @@ class EvaluationResult(BaseModel):
     """The scores and their comparison, as text for a terminal."""
 
 
-@flow(
+@checked_flow(
     name=EVALUATE_FLOW,
     flow_run_name="{run.name}",
-    persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )

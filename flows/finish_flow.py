@@ -8,16 +8,17 @@ Not here: ending the training, and the command `rollouts finish` (commands/finis
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.commands.finish import finish_training
 from rollouts.flows.run_ends import known_tool, with_noted_end
 from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 
 
-@flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
+@checked_flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}")
 @with_noted_end
 def finish_run(finish: FinishConfig) -> State[Any]:
     """End the training of a run after the current step. The run continues with its best checkpoint so far.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from rollouts_core.config import (
     resolve_paths,
 )
 from rollouts_core.config.files import leave_out_meant, read_record
-from rollouts_core.config.messages import closest_choice, dotted, reason_of, suggest_key
+from rollouts_core.config.messages import closest_choice, closest_name, dotted, reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.stages import STAGE_NAMES
@@ -115,13 +115,15 @@ def node_in_sentences(settings: Any, validate: ValidatorFunctionWrapHandler) -> 
     Raises:
         ValueError: a sentence per mistake.
     """
+    if not isinstance(settings, dict | BaseModel):
+        raise ValueError(f"the form: node: expected a table of settings, found {settings!r}")
     known = {FORMER_KEY, *(key for node_type in NODE_TYPES.values() for key in node_type.model_fields)}
     unknown = {key: settings[key] for key in settings if key not in known} if isinstance(settings, dict) else {}
     try:
         if not unknown:
             return validate(settings)
     except ValidationError:
-        if not isinstance(settings, dict):
+        if isinstance(settings, BaseModel):
             raise
     mistakes = Mistakes()
     mistakes.order_by({"node": settings})
@@ -148,6 +150,22 @@ def in_sentences(
         mistakes.order_by({table: settings} if table else settings)
         read_record(record, settings, mistakes, source="the form", table=table)
         raise ValueError(_said(mistakes, of_other_version=of_other_version)) from error
+
+
+def check_names(given: Collection[str], known: Mapping[str, bool]) -> None:
+    """Raise ConfigError if parameters of a run do not fit its flow, with a sentence per mistake.
+
+    Args:
+        given: the names of the run's parameters.
+        known: the names of the flow's parameters, each with whether it is required.
+    """
+    mistakes = Mistakes(ConfigError)
+    said = [f"unknown key {name}{closest_name(name, list(known))}" for name in given if name not in known]
+    said += [f"{name} is missing" for name, is_required in known.items() if is_required and name not in given]
+    for each in said:
+        mistakes.note("", ConfigError(f"the form: {each}"))
+    if mistakes:
+        raise ConfigError(_said(mistakes, of_other_version=True))
 
 
 def _said(mistakes: Mistakes, *, of_other_version: bool) -> str:
@@ -178,7 +196,7 @@ class RunOptions(Record):
     fresh: tuple[StageName, ...] = ()
     """Stages to run again, even if an earlier run finished the same stage."""
     report_to: tuple[TrackerName, ...] = ()
-    """Also send the metrics of SFT and RL to TensorBoard or to Weights & Biases (`wandb`), during training."""
+    """Also send the metrics of SFT and RL to TensorBoard, Trackio or Weights & Biases (`wandb`), during training."""
     restarts: int = Field(2, ge=0, le=10)
     """Number of automatic restarts of a run whose process was killed (by kill -9, or because its machine died). Needs
     `rollouts up` or `rollouts watch`."""

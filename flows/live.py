@@ -3,9 +3,11 @@
 Not here: the content of a page (rollouts_core/report/live.py, live_blocks.py), the stages of a run (store_runs.py).
 
     GET /                           the runs, the latest first; /?q=small&state=running filters them
-    GET /runs/<run>                 a run; the page reloads itself every few seconds
+    GET /runs/<run>                 a run
     GET /runs/<run>/blocks/<name>   data that the page requests: curves, and samples in blocks of limited size
     GET /runs/<run>/report          the report, after the run has written it
+
+The first two pages update themselves every few seconds.
 
 The serving process of `rollouts up`, or `rollouts watch`, serves the pages on loopback. The pages require the password
 of the store's Prefect server and only read the store. A restart keeps the port, so that links stay valid.
@@ -41,7 +43,7 @@ from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
 from rollouts_core.report.assets import asset_blocks, find_policy
-from rollouts_core.report.live import ListedRun, draw_spark, live_assets, render_live, render_runs
+from rollouts_core.report.live import ListedRun, draw_spark, list_assets, live_assets, render_live, render_runs
 from rollouts_core.report.live_blocks import StepCache, find_block
 from rollouts_core.report.live_run import UNREADABLE
 from rollouts_core.stages import is_training
@@ -57,7 +59,6 @@ MAX_RUNS = 50
 """Maximum number of runs in the list. Pages of older runs are still served, so that shared links stay valid."""
 END_S = 10.0
 MAX_LOOKS = 5
-POLICY_OF_LIST = "default-src 'none'; style-src 'unsafe-inline'; script-src 'none'; form-action 'self'; base-uri 'none'"
 Made = TypeVar("Made")
 
 
@@ -121,7 +122,8 @@ def live_app(store: Path) -> Starlette:
     wanted = basic_authorization(own_password(store / "prefect"))
 
     common = {"Cache-Control": "no-store", "X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
-    static, cache, policy_of_live = asset_blocks(), StepCache(), live_assets().policy
+    static, cache = asset_blocks(), StepCache()
+    policy_of_list, policy_of_live = list_assets().policy, live_assets().policy
 
     def respond(page: str, policy: str) -> Response:
         headers = {**common, "Content-Security-Policy": policy}
@@ -130,7 +132,7 @@ def live_app(store: Path) -> Starlette:
     def runs(request: Request) -> Response:
         query, state = (request.query_params.get(name, "") for name in ("q", "state"))
         listed, is_cut = list_runs(store, query, state)
-        return respond(render_runs(listed, query=query, state=state, is_cut=is_cut), POLICY_OF_LIST)
+        return respond(render_runs(listed, query=query, state=state, is_cut=is_cut), policy_of_list)
 
     def run(request: Request) -> Response:
         uses = find_run(store, request.path_params["run"])

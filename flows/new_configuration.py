@@ -262,7 +262,7 @@ def render_configuration(
         *(_rollout(answers, paths) if answers.goal != "imitate" else []),
         ["[evaluation]", _metric(answers)],
         _node(answers),
-        ["[run]", f"name = {_text(answers.path.stem)}", 'report_to = [] # ["tensorboard"] or ["wandb"]'],
+        ["[run]", f"name = {_text(answers.path.stem)}", 'report_to = [] # ["tensorboard"], ["trackio"] or ["wandb"]'],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 

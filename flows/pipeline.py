@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from prefect import flow
 from prefect.artifacts import create_link_artifact
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
@@ -39,6 +38,7 @@ from rollouts.flows.cancellation import (
     release_beside,
 )
 from rollouts.flows.check import check_settings
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.credentials import take_credentials
 from rollouts.flows.deployments import FLOW, folders_of_deployment
 from rollouts.flows.form import FormConfig, FormNode, FormRun, RunOptions
@@ -90,10 +90,9 @@ class PipelineResult(BaseModel):
     """URL of the uploaded results (empty without `run.publish`)."""
 
 
-@flow(
+@checked_flow(
     name=FLOW,
     flow_run_name="{run.name}",
-    persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )

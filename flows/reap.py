@@ -9,12 +9,13 @@ Not here: the choice of machines to end (infra/renting/reaper.py), the regular c
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.expired_machines import look_at_machines
 from rollouts.flows.run_ends import known_tool, with_noted_end
 from rollouts.flows.tools import REAP_FLOW, ReapConfig
@@ -23,7 +24,7 @@ from rollouts.infra.renting.reaper import ReapReport
 from rollouts_core.report.markdown import escaped
 
 
-@flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)
+@checked_flow(name=REAP_FLOW, flow_run_name=REAP_FLOW)
 @with_noted_end
 def reap_machines(reap: ReapConfig) -> State[Any]:
     """End rented machines that no run uses. A table artifact in Prefect lists all machines.

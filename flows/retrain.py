@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.flow_runs import suspend_flow_run
@@ -25,6 +24,7 @@ from prefect.states import Completed
 from pydantic import Field
 
 from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.credentials import take_credentials
 from rollouts.flows.deployments import RETRAIN_FLOW
 from rollouts.flows.evaluate import score_models
@@ -72,10 +72,9 @@ class Approval(RunInput):
     comment: str = Field("", description="The reason, for the registry's history.")
 
 
-@flow(
+@checked_flow(
     name=RETRAIN_FLOW,
     flow_run_name="{run.name}",
-    persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )

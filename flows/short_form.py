@@ -206,8 +206,11 @@ def _given(values: Values) -> Iterator[tuple[str, str, Any]]:  # Any: JSON
 
 
 def _read_toml(values: Values, name: str, title: str) -> Tables:
+    text = values.get(name) or ""
     try:
-        return tomllib.loads(values.get(name) or "")
+        if not isinstance(text, str):
+            raise ValueError(f"expected a text, found {_shown(text)}")
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{SOURCE}: {title} is not valid TOML: {error}") from error
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 from uuid import UUID
 
-from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment, flow_run
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from pydantic.fields import FieldInfo
 
 from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
+from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.deployments import FLOW, check_table
 from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
 from rollouts.flows.pipeline import sft_rl
@@ -43,8 +43,8 @@ SFT, RL, ROLLOUT, RUN = SFTTrainingConfig(), RLTrainingConfig(), RolloutConfig()
 def shown(name: str, help_text: str, **more: Any) -> FieldInfo:  # Any: JSON schema
     """The JSON schema of a field of the form. `more` has bounds and choices.
 
-    Only the form in the UI checks bounds and choices. The flow itself checks values as `rollouts validate` does, with
-    the same error messages.
+    Only the form in the UI checks types, bounds and choices. Prefect's validation skips the fields, because the flow
+    itself checks values as `rollouts validate` does, with the same error messages.
     """
     title = FIELDS[name].title if name in FIELDS else MORE_TITLE
     info: FieldInfo = Field(json_schema_extra={"title": title, "description": " ".join(help_text.split()), **more})
@@ -61,20 +61,21 @@ def run_name() -> str:
     return str(held_tables(values).get("run", {}).get("name") or values.get("name") or RUN.name)
 
 
-@flow(
+@checked_flow(
     name=FLOW,
     flow_run_name=run_name,
-    persist_result=False,
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
 def sft_rl_short(
-    name: Annotated[str, shown("name", "Name of the run in the UI, in the store and in the report.")] = RUN.name,
+    name: Annotated[
+        SkipValidation[str], shown("name", "Name of the run in the UI, in the store and in the report.")
+    ] = RUN.name,
     model: Annotated[
-        str, shown("model", "Folder or URL of the Hugging Face checkpoint that training starts from.")
+        SkipValidation[str], shown("model", "Folder or URL of the Hugging Face checkpoint that training starts from.")
     ] = "",
     data: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "data",
             """Data files, as TOML: sft (demonstrations), prompts (for RL), selection (prompts to choose the best
@@ -83,23 +84,26 @@ def sft_rl_short(
         ),
     ] = "",
     mode: Annotated[
-        str, shown("mode", "Stages of the run: SFT, RL from the model, or RL after SFT.", enum=list(PIPELINES))
+        SkipValidation[str],
+        shown("mode", "Stages of the run: SFT, RL from the model, or RL after SFT.", enum=list(PIPELINES)),
     ] = "sft+rl",
-    sft_steps: Annotated[int, shown("sft_steps", "Optimizer steps of SFT.", minimum=1)] = SFT.num_steps,
+    sft_steps: Annotated[SkipValidation[int], shown("sft_steps", "Optimizer steps of SFT.", minimum=1)] = SFT.num_steps,
     sft_learning_rate: Annotated[
-        float, shown("sft_learning_rate", "Peak learning rate of SFT.", minimum=0)
+        SkipValidation[float], shown("sft_learning_rate", "Peak learning rate of SFT.", minimum=0)
     ] = SFT.optim.lr,
-    sft_batch: Annotated[int, shown("sft_batch", "Rows per step of SFT.", minimum=1)] = SFT.batch_size,
+    sft_batch: Annotated[SkipValidation[int], shown("sft_batch", "Rows per step of SFT.", minimum=1)] = SFT.batch_size,
     rl_steps: Annotated[
-        int, shown("rl_steps", "Steps of RL: one batch of completions each.", minimum=1)
+        SkipValidation[int], shown("rl_steps", "Steps of RL: one batch of completions each.", minimum=1)
     ] = RL.num_steps,
-    rl_learning_rate: Annotated[float, shown("rl_learning_rate", "Peak learning rate of RL.", minimum=0)] = RL.optim.lr,
+    rl_learning_rate: Annotated[
+        SkipValidation[float], shown("rl_learning_rate", "Peak learning rate of RL.", minimum=0)
+    ] = RL.optim.lr,
     rl_batch: Annotated[
-        int,
+        SkipValidation[int],
         shown("rl_batch", "Prompts per step of RL, with rollout.n_samples_per_prompt completions each.", minimum=1),
     ] = ROLLOUT.batch_size,
     algorithm: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "algorithm",
             """Algorithm of RL, as another system defines it. It fills in settings of training.rl that More settings
@@ -108,14 +112,14 @@ def sft_rl_short(
         ),
     ] = "",
     environment: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "environment",
             f"Environment that answers and grades the model: {_names_in(ALL_ENVIRONMENTS)}, or package.module:Class.",
         ),
     ] = "",
     reward: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "reward",
             f"Function that grades completions: {_names_in(ALL_REWARDS)}, or package.module:function. "
@@ -123,7 +127,7 @@ def sft_rl_short(
         ),
     ] = "",
     engine: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "engine",
             """Inference engine of RL. embedded: for small models on a CPU. auto: sglang on a node with a free GPU, else
@@ -132,7 +136,7 @@ def sft_rl_short(
         ),
     ] = ROLLOUT.engine.kind,
     node: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "node",
             """Machine of the run. local: this machine. ssh: a machine over SSH, with node.host and node.python in More
@@ -142,11 +146,11 @@ def sft_rl_short(
         ),
     ] = "local",
     budget: Annotated[
-        float,
+        SkipValidation[float],
         shown("budget", "Most US dollars that the run spends on a rented node. Ignored for other nodes.", minimum=0),
     ] = 0.0,
     more_settings: Annotated[
-        str,
+        SkipValidation[str],
         shown(
             "more_settings",
             """All settings without a field, as TOML, with the keys of a configuration file. `rollouts explain KEY`

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, W&B, or another service to which the metrics of a training are sent.
+"""Trackers: TensorBoard, Trackio, W&B, or another service to which the metrics of a training are sent.
 
 Not here: reading metrics while a training writes them (tracking.py), the meaning of the metrics (docs/metrics.md).
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib.util
 import netrc
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
@@ -21,9 +24,11 @@ from rollouts_core.plugins import KeyOf, Registry, find_fault_of_callable
 
 TRACKERS = {
     "tensorboard": "rollouts.tasks.trackers:TensorBoardTracker",
+    "trackio": "rollouts.tasks.trackers:TrackioTracker",
     "wandb": "rollouts.tasks.trackers:WandbTracker",
 }
 """The built-in trackers, each with the class or function that opens the tracker (`OpenTracker`)."""
+TRACKIO_TIMEOUT_S = 30.0
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WANDB_URL = "https://api.wandb.ai"
 
@@ -110,6 +115,61 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class TrackioTracker:
+    """A Trackio run in a database on this machine: in `TRACKIO_DIR`, or in `<store>/trackio`. It sends no requests."""
+
+    def __init__(self, tracked: TrackedStage, next_step: int, say: Callable[[str], None]) -> None:
+        for remote in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            os.environ.pop(remote, None)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # Trackio would ask the Hub for the user's name
+        folder = os.environ.setdefault("TRACKIO_DIR", str(tracked.store / "trackio"))
+        with redirect_stdout(sys.stderr):  # the output of this process is messages for the user
+            import trackio
+
+            self._project, self._name, self._logged = tracked.run_name, tracked.name, -1
+            self._trackio = trackio
+            self._run = trackio.init(
+                project=self._project,
+                name=self._name,
+                group=tracked.run,
+                config=tracked.settings,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        self.shown_at = f"metrics by: TRACKIO_DIR={folder} trackio show --project {self._project}"
+        self.next_step = self._saved_step() + 1 or next_step
+
+    def log(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+        self._logged = step
+
+    def flush(self) -> None:
+        """Wait until Trackio's thread has saved the logged metrics.
+
+        Raises:
+            OSError: the metrics are not saved in time, for example because the disk is full. Trackio only prints a
+                warning.
+        """
+        deadline = time.monotonic() + TRACKIO_TIMEOUT_S
+        while self._logged >= 0 and self._saved_step() < self._logged:
+            if time.monotonic() > deadline:
+                raise OSError(f"Trackio has not saved step {self._logged} within {TRACKIO_TIMEOUT_S:g} s")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._trackio.finish()
+
+    def _saved_step(self) -> int:
+        """The last step in the database (-1 without any)."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        step = SQLiteStorage.get_last_step(self._project, self._name)
+        return -1 if step is None else int(step)
 
 
 class WandbTracker:

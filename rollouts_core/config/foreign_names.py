@@ -166,7 +166,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("output_dir default_local_dir save_path", "run.store"),
     **_all("run_name experiment_name", "run.name"),
     **_all("load_best_model_at_end metric_for_best_model", BEST_CHECKPOINT),
-    **_all("use_wandb wandb tensorboard logger", "run.report_to"),
+    **_all("use_wandb wandb tensorboard trackio logger", "run.report_to"),
     **_all("wandb_project project_name run.project", "the environment variable WANDB_PROJECT, beside run.report_to"),
     **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),

@@ -148,7 +148,7 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel], ta
     if problem["type"] == "value_error":
         return "\n".join(f"{key}: {line}" if key else line for line in reason_of(problem).splitlines())
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{key}: expected a table of settings, found {_show(problem['input'])}"
+        return f"{key}: expected a table of settings, found {_show(problem['input'])}".removeprefix(": ")
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
     if problem["type"] == "too_short":

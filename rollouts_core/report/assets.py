@@ -65,9 +65,15 @@ def viewer_script() -> str:
 
 
 @cache
+def refresh_script() -> str:
+    """The script by which a served page updates itself."""
+    return _read("refresh.js")
+
+
+@cache
 def live_script() -> str:
-    """The script by which a served page loads blocks from its server while the run is running."""
-    return _read("live.js")
+    """The script by which a run's page updates itself, and loads blocks from its server."""
+    return refresh_script() + _read("live.js")
 
 
 @cache
@@ -104,6 +110,16 @@ def make_assets(page_style: str, *more_scripts: str, is_served: bool = False) ->
     )
     policy += "; connect-src 'self'" if is_served else ""
     return Assets(style=Markup(style), script=Markup(loader), policy=Markup(policy))
+
+
+def make_list_assets(page_style: str) -> Assets:
+    """The assets of the list of runs, which has a form and updates itself from its server."""
+    style, script = page_style + HIDING_STYLE, refresh_script()
+    policy = (
+        f"default-src 'none'; script-src {hash_source(script)}; style-src {hash_source(style)}; base-uri 'none'; "
+        "form-action 'self'; connect-src 'self'"
+    )
+    return Assets(style=Markup(style), script=Markup(script), policy=Markup(policy))
 
 
 def hash_source(text: str) -> str:

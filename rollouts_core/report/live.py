@@ -3,7 +3,9 @@
 The page is computed from the files in the run directories, like the report. A job, or the mirror of a remote job, still
 appends to these files.
 
-    live.html.jinja   the top of the page, in elements with ids; live.js replaces the elements that changed
+    live.html.jinja   the top of the page, in elements with ids
+    refresh.js        requests the page again, and replaces the elements that changed; also for the list of runs
+    live.js           loads blocks from the server
     viewer.js         the views of the report, which load blocks from the server
 
 Not here: the blocks of curves and samples (live_blocks.py), the server (flows/live.py), the report of a finished run
@@ -20,7 +22,7 @@ from typing import Any
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import metrics_by_step, read_last_lines, read_some_lines
-from rollouts_core.report.assets import Assets, make_assets
+from rollouts_core.report.assets import Assets, make_assets, make_list_assets
 from rollouts_core.report.charts import Axis, axis_place, format_number, format_seconds, line_path, padded_axis
 from rollouts_core.report.curves import metric_points
 from rollouts_core.report.live_blocks import live_sets, version_of
@@ -100,6 +102,11 @@ def live_assets() -> Assets:
     return make_assets(bare_style(page_templates()), is_served=True)
 
 
+def list_assets() -> Assets:
+    """Style, script and Content-Security-Policy of the list of runs."""
+    return make_list_assets(bare_style(page_templates()))
+
+
 def render_live(run: LiveRun, *, now: float) -> str:
     """The live page of a run. While the page is open, the browser requests it again at intervals."""
     stages = [describe_readable(stage, now=now) for stage in run.stages]
@@ -121,7 +128,7 @@ def render_live(run: LiveRun, *, now: float) -> str:
 
 
 def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", is_cut: bool = False) -> str:
-    """The page with the list of runs.
+    """The page with the list of runs. While the page is open, the browser requests it again at intervals.
 
     Args:
         query: the requested part of the runs' names.
@@ -129,7 +136,15 @@ def render_runs(runs: Sequence[ListedRun], *, query: str = "", state: str = "", 
         is_cut: whether more runs match than the page lists.
     """
     template = page_templates().get_template("live_runs.html.jinja")
-    return template.render(runs=runs, query=query, state=state, states=RUN_STATES, is_cut=is_cut)
+    return template.render(
+        runs=runs,
+        query=query,
+        state=state,
+        states=RUN_STATES,
+        is_cut=is_cut,
+        assets=list_assets(),
+        refresh_ms=int(REFRESH_S * 1000),
+    )
 
 
 def draw_spark(stage: str, run_dir: Path) -> tuple[str, str]:

@@ -126,6 +126,12 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     wait_for_state(served, failed, "FAILED")
     message = api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]
     assert "unknown key gone; known are" in message and "if another version made the deployment, make it" in message
+    # A parameter that the flow does not have.
+    asked = {"parameters": {**asked["parameters"], "colour": {}}}
+    failed = api(served, "POST", f"/deployments/{older['id']}/create_flow_run", asked)["id"]
+    wait_for_state(served, failed, "FAILED")
+    message = api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]
+    assert "the form: unknown key colour; known are config, evaluate, node, run" in message
 
 
 def refused(config: Path, *arguments: str) -> str:

@@ -115,6 +115,12 @@ class Served:
         self.page.locator("body[data-shown]").wait_for()
         return self.page
 
+    def open_list(self, query: str = "") -> Page:
+        """Open the list of runs, which then updates itself often."""
+        self.page.goto(f"{self.url.partition('/runs/')[0]}/{query}")
+        self.page.evaluate("document.body.dataset.refreshMs = 200")
+        return self.page
+
     def await_refreshes(self, count: int) -> None:
         """Wait until the page has asked for itself so many times more."""
         read = "Number(document.body.dataset.refreshed || 0)"
@@ -238,6 +244,67 @@ def test_a_server_that_is_gone_is_told_and_that_it_is_back(served: Served, direc
     page.get_by_text("step 31 of 100").wait_for()
 
 
+def test_the_list_updates_itself_and_keeps_filter_focus_selection_and_scroll(
+    served: Served, directory: RunDirectory
+) -> None:
+    with Ledger(served.store / LEDGER_FILE) as ledger:
+        for number in range(40):
+            ledger.note_use("sft-1", f"{number:016x}", run=f"mine-too-{number:08x}")
+    page = served.open_list("?q=mine")
+    page.get_by_label("Name").fill("not sent yet")
+    page.get_by_label("State").select_option("done")
+    read = """() => {
+      const row = document.activeElement.closest("tr"), inputs = [...document.querySelectorAll("input, select")];
+      const moved = Math.abs(row.getBoundingClientRect().top - window.placed);
+      const names = inputs.map((input) => input.value);
+      return [row.id, moved < 1, scrollY > 100, String(getSelection()), names, window.marked === row];
+    }"""
+    page.evaluate(
+        """() => {
+          const row = window.marked = document.getElementById("run-mine-too-00000014");
+          row.querySelector("a").focus();
+          getSelection().selectAllChildren(row.querySelector("a"));
+          window.placed = row.getBoundingClientRect().top;
+        }"""
+    )
+    before = page.evaluate(read)
+    assert before[0] == f"run-{before[3]}" and before[2] and before[4] == ["not sent yet", "done"]
+    mine = page.locator(f"[id='run-{RUN}']")
+    assert "rl 30/100" in mine.inner_text()
+    write_step(directory, 31)
+    with Ledger(served.store / LEDGER_FILE) as ledger:
+        ledger.note_use("rl-1", RUN_ID, run=RUN, num_steps=100)
+        ledger.note_use("sft-1", "f" * 16, run="mine-new-ffffffff")
+        ledger.note_use("sft-1", "e" * 16, run="another-eeeeeeee")
+    served.await_refreshes(2)
+    assert page.evaluate(read) == before, "rows came in above"
+    rows = page.locator("#runs > tr")
+    assert rows.count() == 42 and rows.first.locator("a").inner_text() == "mine-new-ffffffff"
+    assert "rl 31/100" in mine.inner_text()
+    (served.store / "runs/mine-new-ffffffff").mkdir(parents=True)
+    (served.store / "runs/mine-new-ffffffff/report.html").touch()
+    rows.first.get_by_text("done").wait_for()
+    assert rows.first.get_by_role("link", name="report").is_visible()
+    nodes = page.evaluate("document.querySelectorAll('*').length")
+    served.await_refreshes(5)
+    assert page.evaluate("document.querySelectorAll('*').length") == nodes
+    assert page.evaluate(read) == before
+
+
+def test_the_list_tells_that_its_server_is_gone_and_back_and_shows_the_first_run(served: Served) -> None:
+    page = served.open_list("?q=later")
+    page.get_by_text("No run matches the filter.").wait_for()
+    said = page.locator("#connection")
+    served.kill()
+    said.get_by_text("The server has not answered since").wait_for()
+    with Ledger(served.store / LEDGER_FILE) as ledger:
+        ledger.note_use("sft-1", "f" * 16, run="later-ffffffff")
+    served.start()
+    said.get_by_text("The server answers again since").wait_for()
+    page.get_by_text("1 run, the latest first").wait_for()
+    assert page.locator("#runs > tr").count() == 1 and not page.get_by_text("No run matches").is_visible()
+
+
 def test_a_sample_of_any_step_its_tokens_and_its_prompt_across_steps(served: Served) -> None:
     page = served.open("sample/rl/1/900/0")
     page.get_by_role("heading", name="Step 1: sample 1 of 4").wait_for()
@@ -328,3 +395,4 @@ def test_the_page_fits_a_phone(served: Served) -> None:
             page = served.open(view)
             wait_until(lambda: page.evaluate("document.body.dataset.shown === location.hash"), what=view)  # noqa: B023
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, view)
+        assert served.open_list().evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, "list")

@@ -232,6 +232,10 @@ def test_equal_values_in_both_are_no_contradiction(values: dict[str, Any]) -> No
         ({"data": "[data]\nsft = 'a'"}, "the form: Data begins with [data]: remove the heading, keep its keys"),
         ({"data": "sft = 'a'\n'sft.b' = 1"}, "the form: unknown key data.sft.b"),
         ({"rl_steps": 0}, "the form: training.rl.num_steps: input should be greater than or equal to 1, found 0"),
+        ({"rl_steps": "x"}, "the form: training.rl.num_steps: input should be a valid integer"),
+        ({"name": 3}, "the form: run.name: input should be a valid string, found 3"),
+        ({"data": 3}, "the form: Data is not valid TOML: "),
+        ({MORE: [3]}, "the form: More settings is not valid TOML: "),
         ({"mode": "dpo"}, "the form: mode: input should be 'sft', 'rl' or 'sft+rl', found 'dpo'"),
         ({"model": ""}, "the form: model is missing"),
         ({"node": "ssh"}, "the form: node.host is missing"),
@@ -251,7 +255,7 @@ def test_a_mistake_has_the_words_of_validate(
     words: str,
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        read_values({**values, **posted})
+        read_values(sft_rl_short.validate_parameters({**values, **posted}))
     assert words in str(error.value)
 
 

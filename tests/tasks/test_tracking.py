@@ -6,15 +6,18 @@ The trackers are the real ones; W&B keeps its files here, which it reads itself.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
 from tests.infra.shell_jobs import is_alive
+from tests.kit.excuses import ExcusedSkip
 from tests.kit.waiting import wait_until
 
 WANDB_HEADER_BYTES, BLOCK_BYTES = 7, 32768
@@ -310,6 +314,55 @@ def test_a_tracker_that_is_not_installed_or_has_no_key_is_named_before_anything_
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r'tensorboard is not installed here: pip install "rollouts\[tensorboard\]"$'):
         check_trackers(["tensorboard"])
+
+
+@pytest.fixture
+def with_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Trackio importable for the processes of trackers, if it is not installed."""
+    if importlib.util.find_spec("trackio") is None:
+        packages = str(tmp_path / "packages")
+        missing = ["trackio>=0.43,<1", "gradio-client>=2,<3", "brotli>=1,<2"]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, *missing]
+        installed = subprocess.run(pip, capture_output=True, text=True)
+        if installed.returncode != 0:
+            raise ExcusedSkip(f"pip cannot install Trackio here: {installed.stderr[-300:]}")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+def trackio_steps(tmp_path: Path) -> list[tuple[int, float]]:
+    with closing(sqlite3.connect(tmp_path / "trackio/small.db")) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'small-01234567-sft'").fetchall()
+    return [(step, round(json.loads(metrics)["loss"], 4)) for step, metrics in rows]
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("with_trackio")
+def test_trackio_has_every_step_once_after_a_resume_and_sends_no_requests(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope, said = scope_of(tmp_path, "trackio"), list[str]()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")  # with a token, Trackio asks the Hub for the user's name
+    with socket.create_server(("127.0.0.1", 0)) as asked:
+        nobody = f"http://127.0.0.1:{asked.getsockname()[1]}"
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "HF_ENDPOINT", "TRACKIO_SERVER_URL"):
+            monkeypatch.setenv(name, nobody)
+        with tracked(stage, scope, said.append):
+            write_steps(stage, range(1, 4))
+            state = tmp_path / "tracked/small-01234567-sft-trackio.json"
+            wait_until(lambda: state.exists() and json.loads(state.read_text())["next_step"] == 4, what="steps")
+            assert trackio_steps(tmp_path) == steps(range(1, 4)), "saved before the note of what was sent"
+        write_steps(stage, range(3, 7), attempt=2)
+        with tracked(stage, scope, said.append):
+            pass
+        assert trackio_steps(tmp_path) == steps(range(1, 7))
+        state.unlink()  # as if the process was killed before it wrote the note
+        with tracked(stage, scope, said.append):
+            pass
+        asked.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            asked.accept()
+    assert trackio_steps(tmp_path) == steps(range(1, 7))
+    assert said == [f"trackio: metrics by: TRACKIO_DIR={tmp_path}/trackio trackio show --project small"] * 3
 
 
 def test_an_evaluation_has_nothing_to_track() -> None:
