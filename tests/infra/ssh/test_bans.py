@@ -93,8 +93,9 @@ def test_logins_with_a_pinned_key_of_any_type_cause_no_ban(key_type: str, server
 def test_a_ban_after_failures_is_named_and_is_no_wrong_address(
     failure: type[InfraError], server: SSHServer, tmp_path: Path
 ) -> None:
-    wrong = {"key_file": str(tmp_path / "other")} if failure is LoginError else {"host_key": "SHA256:other"}
-    said = str(fail_until_banned(replace(server.access, **wrong), failure))
+    wrong_login = replace(server.access, key_file=str(tmp_path / "other"))
+    wrong_host = replace(server.access, host_key="SHA256:other")
+    said = str(fail_until_banned(wrong_login if failure is LoginError else wrong_host, failure))
     assert BAN in log_of(server)
     assert "refuses connections from this machine for now ('Not allowed at this time')" in said
     assert "check its address" not in said
@@ -112,7 +113,7 @@ def test_a_session_outlasts_a_ban(server: SSHServer, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no OpenSSH client here")
 def test_a_ban_by_a_jump_host_is_named_and_outlasted(server: SSHServer, tmp_path: Path) -> None:
     with running_server(tmp_path / "far") as far:
-        access = replace(far.access, **way_through(server, tmp_path))
+        access = through(server, far.access, tmp_path)
         get_banned(server)
         with pytest.raises(BannedError, match=r"through .*kex_exchange_identification.*PerSourcePenaltyExemptList"):
             log_in(access)
@@ -120,15 +121,12 @@ def test_a_ban_by_a_jump_host_is_named_and_outlasted(server: SSHServer, tmp_path
             assert session.run(["echo", "here"], timeout_s=60).stdout == b"here\n"
 
 
-def way_through(jump: SSHServer, folder: Path) -> dict[str, str]:
-    """Settings that make a server the jump host, with a configuration in which the client finds key and host key."""
+def through(jump: SSHServer, access: SSHAccess, folder: Path) -> SSHAccess:
+    """The same login with a server as the jump host, whose keys the client finds in a configuration of its own."""
     key = Path(f"{jump.host_key_file}.pub").read_text()
     (folder / "known_hosts").write_text(f"[127.0.0.1]:{jump.port} {key}")
     (folder / "config").write_text(
         f"Host *\nIdentityFile {jump.client_key_file}\nIdentitiesOnly yes\nIdentityAgent none\n"
         f"UserKnownHostsFile {folder}/known_hosts\n"
     )
-    return {
-        "proxy_jump": f"{getpass.getuser()}@127.0.0.1:{jump.port}",
-        "ssh_config": str(folder / "config"),
-    }
+    return replace(access, proxy_jump=f"{getpass.getuser()}@127.0.0.1:{jump.port}", ssh_config=str(folder / "config"))
