@@ -4,6 +4,7 @@
 # make test-ci       every test but those of real engines and `make test-nightly`
 # make test-nightly  more seeds, machines and ways to break a run than `make test-ci` samples, three hours
 # make engines       install SGLang and vLLM for CPUs in .engines/, 7 GB; `make test-engines` runs their tests
+# make newer-sshd    download an SSH server that bans clients (OpenSSH 10) into .sshd/, 31 MB, for tests of `test-nightly`
 # make check         lint, format, types, prose, documentation site
 # make docs          build the documentation site in build/site, which needs no network and no server
 # make bench         write docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
@@ -24,8 +25,8 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || tru
 # The tests of a file share fixtures that train models, so a file stays in one process. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check docs bench gpu-check gpu-check-wheels \
-	install clean
+.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines newer-sshd check docs bench gpu-check \
+	gpu-check-wheels install clean
 
 quickstart: .venv/.installed
 	$(BIN)/rollouts quickstart
@@ -39,8 +40,10 @@ test-fast: $(READY)
 test-ci: $(READY)
 	$(PYTEST) -m "not engine and not matrix"
 
-# Half of these tests lie in one file, so they are distributed singly. Tests of engines that are not installed are skipped.
+# Half of these tests lie in one file, so they are distributed singly. Tests of engines that are not installed are skipped,
+# and tests of bans without a newer SSH server, which only Debian and Ubuntu can download.
 test-nightly: $(READY)
+	-$(MAKE) newer-sshd
 	$(BIN)/python -m pytest --numprocesses auto -m matrix
 
 # One test at a time: a starting engine takes all processors, and two workers need as long as one.
@@ -48,6 +51,13 @@ test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m "engine and not matrix" tests/engines
 
 engines: .engines/sglang/.ready .engines/vllm/.ready
+
+newer-sshd: .sshd/.ready
+
+.sshd/.ready: tests/infra/newer_sshd.sh
+	rm -rf $(@D)
+	tests/infra/newer_sshd.sh $(@D)
+	@touch $@
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -99,4 +109,4 @@ $(READY): .venv/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .bench .engines .rollouts .wheels .gpu-venv .gpu-check .cache build
+	rm -rf .venv .bench .engines .sshd .rollouts .wheels .gpu-venv .gpu-check .cache build

@@ -2,9 +2,10 @@
 
     python benchmarks/chat_templates.py [--templates FOLDER] [--show] [--out chat-templates.json]
 
-The templates are those that TRL ships, in the wheel that benchmarks/requirements.txt pins. For each of them TRL has a
-version with generation markers, or the template has markers itself. A conversation counts if that version accepts it.
-Each conversation is then trained with the hub's own template, without its markers.
+The templates are all hub templates that TRL ships, in the wheel that benchmarks/requirements.txt pins. TRL can train
+with a template if it has a version of the template with generation markers, or if the template has markers itself. A
+conversation then counts if that version marks the assistant's words. With the other templates, a conversation counts if
+the template shows the assistant's words. Each conversation is trained with the hub's own template, without its markers.
 
 A conversation trains if every trained turn holds the assistant's words and ends with a special token, and no token of
 a user, of a tool or of the generation prompt is trained on. `--show` prints the trained text, or why it is refused.
@@ -93,15 +94,27 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.templates or find_templates()
     outcomes = {name: try_template(folder, name, show=options.show) for name in list_templates(folder)}
+    marked = {name for name in outcomes if has_markers(find_training_version(folder, name))}
     accepted = {kind: [each for each in outcomes.values() if each[kind] is not None] for kind in CONVERSATIONS}
     trained = {kind: sum(each[kind] == "trains" for each in accepted[kind]) for kind in CONVERSATIONS}
     write_results(options.out, {"script": "chat_templates", "outcomes": outcomes})
-    rows = [[name, *(each[kind] or "-" for kind in CONVERSATIONS)] for name, each in outcomes.items()]
+    rows = [
+        [name, "yes" if name in marked else "no", *(each[kind] or "-" for kind in CONVERSATIONS)]
+        for name, each in outcomes.items()
+    ]
     num_of = {kind: len(each) for kind, each in accepted.items()}
-    rows.append(["trains", *(f"{trained[kind]} of {num_of[kind]}" for kind in CONVERSATIONS)])
-    print(render_table(["template", *CONVERSATIONS], rows))
+    rows.append(
+        [
+            "trains",
+            f"{len(marked)} of {len(outcomes)}",
+            *(f"{trained[kind]} of {num_of[kind]}" for kind in CONVERSATIONS),
+        ]
+    )
+    print(render_table(["template", "TRL trains", *CONVERSATIONS], rows))
     num_trained, num_accepted = (sum(each[kind] for kind in MAIN) for each in (trained, num_of))
-    print(f"\nof one and two turns: {num_trained} of {num_accepted}")
+    of_trl = [outcomes[name][kind] for name in marked for kind in MAIN if outcomes[name][kind] is not None]
+    print(f"\nof one and two turns: {num_trained} of {num_accepted} train,")
+    print(f"with the templates that TRL can train with: {of_trl.count('trains')} of {len(of_trl)}")
 
 
 def find_templates() -> Path:
@@ -113,23 +126,23 @@ def find_templates() -> Path:
 
 
 def list_templates(folder: Path) -> list[str]:
-    """The hub's templates that TRL can train with."""
-    return [
-        path.stem
-        for path in sorted(folder.glob("*.jinja"))
-        if not path.stem.endswith("_training")
-        and MARKER.search(find_training_version(folder, path.stem).read_text(encoding="utf-8"))
-    ]
+    """The hub's templates in the folder, without TRL's own versions."""
+    return [path.stem for path in sorted(folder.glob("*.jinja")) if not path.stem.endswith("_training")]
+
+
+def has_markers(template: Path) -> bool:
+    """Whether a template marks the tokens to train on."""
+    return MARKER.search(template.read_text(encoding="utf-8")) is not None
 
 
 def find_training_version(folder: Path, name: str) -> Path:
-    """The template with markers of a template of the hub; itself if there is none."""
+    """TRL's version of a hub template; the template itself if TRL has no version."""
     version = folder / f"{name}_training.jinja"
     return version if version.exists() else folder / f"{name}.jinja"
 
 
 def try_template(folder: Path, name: str, *, show: bool) -> dict[str, str | None]:
-    """For each conversation whether it trains; None if TRL's version does not accept it."""
+    """For each conversation whether it trains; None if the conversation does not count."""
     text = (folder / f"{name}.jinja").read_text(encoding="utf-8")
     training = find_training_version(folder, name).read_text(encoding="utf-8")
     tokenizer = make_tokenizer(name, text + training)
@@ -162,23 +175,27 @@ def make_tokenizer(name: str, template: str) -> PreTrainedTokenizerBase:
 
 
 def is_accepted(tokenizer: PreTrainedTokenizerBase, training: str, messages: list[Any], tools: Any) -> bool:
-    """Whether TRL's version renders a conversation and marks words of every turn; VLMs get lists of parts there."""
+    """Whether a template renders a conversation and marks the words of every turn.
+
+    A template without markers must show the words. Templates of vision models get messages as lists of parts.
+    """
     parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
     turns = [each for each in messages if each["role"] == "assistant"]
     said = [*(each["content"] or "77" for each in turns), *(each.get("reasoning_content", "") for each in turns)]
+    is_marked = MARKER.search(training) is not None
     for form in (messages, parts):
         try:
-            [text], [spans] = render_jinja_template(
+            [text], spans = render_jinja_template(
                 conversations=[form],
                 tools=tools,
                 chat_template=training,
-                return_assistant_tokens_mask=True,
+                return_assistant_tokens_mask=is_marked,
                 **tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError, ValueError):
             continue
-        marked = " ".join(text[start:end] for start, end in spans)
-        if all(each in marked for each in said):
+        shown = " ".join(text[start:end] for start, end in spans[0]) if is_marked else text
+        if all(each in shown for each in said):
             return True
     return False
 

@@ -93,13 +93,27 @@ class NodeUnreachableError(TransientInfraError):
 
 
 class BannedError(NodeUnreachableError):
-    """A node's SSH server refuses connections from this machine's address for some time."""
+    """The SSH server of a node, or of a jump host, refuses connections from this machine's address for some time."""
+
+    def __init__(self, address: str, reason: str, jump: str = "") -> None:
+        super().__init__(address, reason)
+        self.args = (address, reason, jump)
+        self.jump = jump
+        """The jump hosts one of which refuses the connection, or "" if the node does."""
 
     def __str__(self) -> str:
+        advice = (
+            "OpenSSH ends a ban by itself after some seconds to ten minutes: try again then, or exempt this machine by "
+            "PerSourcePenaltyExemptList in the server's sshd_config"
+        )
+        if self.jump:
+            return (
+                f"{self.address} is not reached through {self.jump} ({self.reason}): a jump host ends connections like "
+                f"this while it bans this machine, because too many logins failed or were under way. {advice}"
+            )
         return (
             f"the SSH server of {self.address} refuses connections from this machine for now ({self.reason!r}): too "
-            "many logins failed or were under way. OpenSSH ends a ban by itself after some seconds to ten minutes: try "
-            "again then, or exempt this machine by PerSourcePenaltyExemptList in the server's sshd_config"
+            f"many logins failed or were under way. {advice}"
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rollouts.infra.errors import LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
+from rollouts.infra.errors import BannedError, LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
 from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import SSHAccess
 
@@ -147,7 +147,8 @@ def explain_proxy(
         refusal = LoginError(access.address, f"{way} in a terminal; it must work without a question")
         return NameUnknownError(str(refusal)) if _NO_NAME in problem else refusal
     if _NO_GREETING in problem:
-        problem += "; a server ends connections like this after it has banned an address (PerSourcePenalties)"
+        # The client prints the server's words only with debug messages, whose other lines could hide the reason.
+        return BannedError(access.address, problem, jump=access.proxy_jump)
     return NodeUnreachableError(access.address, f"through {access.proxy_jump}: {problem}")
 
 

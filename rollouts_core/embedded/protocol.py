@@ -320,9 +320,10 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
         ContractError: names, dtypes and shapes are not lists of the same length, or have other types.
         RequestError: this engine does not support the `load_format` or a dtype.
     """
-    if (load_format := body.get("load_format")) != "flattened_bucket":
+    if (load_format := body.get("load_format")) not in (None, "flattened_bucket"):
         raise RequestError(
-            f"load_format {_show(load_format)} is not supported by the embedded engine: use flattened_bucket."
+            f"load_format {_show(load_format)} is not supported by the embedded engine: use flattened_bucket, or null "
+            "for one broadcast per tensor."
         )
     names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
     lists = [each for each in (names, dtypes, shapes) if isinstance(each, list)]
@@ -337,6 +338,7 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
         group=group_name_from_json(body),
         dtypes={name: SENT_DTYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)},
         shapes={name: tuple(shape) for name, shape in zip(names, shapes, strict=True)},
+        is_flat=load_format == "flattened_bucket",
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,14 +71,16 @@ class GroupCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCall:
-    """An announcement of tensors that the trainer will broadcast as one sequence of bytes."""
+    """An announcement of tensors that the trainer will broadcast."""
 
     group: str
     """Name of the process group of the broadcast."""
     dtypes: Mapping[str, torch.dtype]
-    """Dtype by tensor name, in the order of the bytes."""
+    """Dtype by tensor name, in the order in which the tensors are sent."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape by tensor name."""
+    is_flat: bool
+    """True if one broadcast has the bytes of all tensors, False if each tensor has a broadcast of its own."""
 
 
 class WeightReceiver:
@@ -154,10 +156,11 @@ class WeightReceiver:
             raise RequestError(
                 f"The update has {held + sum(sizes)} bytes, but at most {self._max_bytes} are permitted."
             )
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        broadcasts = [torch.empty(size, dtype=torch.uint8) for size in ([sum(sizes)] if call.is_flat else sizes)]
+        pieces = torch.split(broadcasts[0], sizes) if call.is_flat else broadcasts
         with _failures_named("the weights did not arrive"):
-            await self._beside(partial(self._receive_bytes, call.group, flat), num_bytes=sum(sizes))
-        for (name, shape), piece in zip(call.shapes.items(), torch.split(flat, sizes), strict=True):
+            await self._beside(partial(self._receive_bytes, call.group, broadcasts), num_bytes=sum(sizes))
+        for (name, shape), piece in zip(call.shapes.items(), pieces, strict=True):
             arrived[name] = piece.view(call.dtypes[name]).view(shape)
 
     def leave(self, name: str) -> None:
@@ -203,9 +206,16 @@ class WeightReceiver:
         thread.result()  # raises the error of `work`
         return results.pop()
 
-    def _receive_bytes(self, name: str, flat: Tensor) -> None:
-        work = begin_broadcast(self._groups[name], flat)
-        wait_for(work, is_left=lambda: name not in self._groups)
+    def _receive_bytes(self, name: str, broadcasts: Sequence[Tensor]) -> None:
+        joined = id(self._groups.get(name))  # a number, because `let_go` needs the last reference to the group
+
+        def is_left() -> bool:
+            return name not in self._groups or id(self._groups[name]) != joined
+
+        for tensor in broadcasts:
+            if is_left():
+                raise RuntimeError("the group was closed meanwhile")
+            wait_for(begin_broadcast(self._groups[name], tensor), is_left=is_left)
 
 
 def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver

@@ -144,8 +144,8 @@ def test_buckets_that_are_waited_for_count_as_memory() -> None:
         await receiver.join(GroupCall(name=group.name, address="127.0.0.1", port=group.port, rank=1, size=2))
         await connecting
         receiver.begin()
-        large = BucketCall(group=group.name, dtypes={"a": torch.float32}, shapes={"a": (100,)})
-        small = BucketCall(group=group.name, dtypes={"b": torch.float32}, shapes={"b": (1,)})
+        large = BucketCall(group=group.name, dtypes={"a": torch.float32}, shapes={"a": (100,)}, is_flat=True)
+        small = BucketCall(group=group.name, dtypes={"b": torch.float32}, shapes={"b": (1,)}, is_flat=True)
         calls = [asyncio.create_task(receiver.receive(each)) for each in [large] * 4 + [small] * MAX_WAITING_CALLS]
         await asyncio.wait(calls, timeout=1)
         assert sum(not call.done() for call in calls) == MAX_WAITING_CALLS

@@ -5,25 +5,31 @@ Without these tests runs stay Running or AwaitingRetry for ever, block their dep
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
-from tests.kit.commands import ROOT, Rollouts, clean_environment
-from tests.kit.runs import ENDLESS
-from tests.kit.serving import api, flows_of, state_of, train_endlessly, trigger, wait_for_checkpoint
+from tests.kit.commands import ROOT, Rollouts, clean_environment, pids_of
+from tests.kit.runs import ENDLESS, events_of
+from tests.kit.serving import api, flows_of, set_state, state_of, train_endlessly, trigger, up, wait_for_checkpoint
 from tests.kit.small_pipeline import write_small_pipeline
 from tests.kit.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 WITHIN_S = 240.0
+LONGER_THAN_PREFECTS_LEASE_S = 330.0
+"""Prefect gives a run's slot away if the slot's lease was not renewed for 300 s."""
+NOTICED_S = 60.0
+"""A run whose slot is lost notices this within 30 s after it goes on."""
 
 SHORT_LEASES = """
 import sys
@@ -81,24 +87,86 @@ def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
     """As a retraining on a machine that was suspended."""
     config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **ENDLESS)
     up_with(served, tmp_path / "first", SHORT_LEASES, config)
-    deployment = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
-    api(served, "PATCH", f"/deployments/{deployment}", {"concurrency_limit": 1})  # that of a retraining
+    limit_to_one_run(served)
     run_id = trigger(served, "small")
     wait_for_checkpoint(served, "sft")
     flow = flow_of(served)
     os.kill(flow, signal.SIGSTOP)
     time.sleep(90)
     os.kill(flow, signal.SIGCONT)
-
-    def is_started_again() -> bool:
-        states = api(served, "GET", f"/flow_run_states/?flow_run_id={run_id}")
-        again = [state for state in states if (state["message"] or "").startswith(STARTED_AGAIN)]
-        return bool(again) and state_of(served, run_id) == "RUNNING"
-
-    wait_until(is_started_again, what="the run, started again", timeout_s=WITHIN_S, every_s=2.0)
+    wait_until(lambda: is_started_again(served, run_id), what="a new start", timeout_s=WITHIN_S, every_s=2.0)
     assert flow_of(served) != flow
-    api(served, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": "CANCELLING"}})
+    set_state(served, run_id, "CANCELLING")
     wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end", timeout_s=90.0)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("with_server", [False, True], ids=["paused_container", "suspended_machine"])
+def test_a_run_that_stood_still_with_its_jobs_for_over_five_minutes_trains_on(
+    with_server: bool, served: Rollouts, tmp_path: Path
+) -> None:
+    """With the lease that Prefect gives. A server on another machine ends the run, which then starts again."""
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **ENDLESS)
+    up(served, str(config))
+    limit_id = limit_to_one_run(served)
+    run_id = trigger(served, "small")
+    directory = wait_for_checkpoint(served, "sft")
+    stand_still(served.store, with_server=with_server)
+    num_checkpoints = len(events_of(directory, "checkpoint"))
+    if with_server:
+        time.sleep(NOTICED_S)
+    else:
+        wait_until(lambda: is_started_again(served, run_id), what="a new start", timeout_s=WITHIN_S, every_s=2.0)
+
+    def is_training() -> bool:
+        return (
+            state_of(served, run_id) == "RUNNING"
+            and api(served, "GET", f"/v2/concurrency_limits/{limit_id}")["active_slots"] == 1
+            and len(events_of(directory, "checkpoint")) > num_checkpoints
+        )
+
+    wait_until(is_training, what="a run that has its slot and trains", timeout_s=WITHIN_S, every_s=2.0)
+    assert flow_of(served)
+    set_state(served, run_id, "CANCELLING")
+    wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end", timeout_s=90.0)
+
+
+def limit_to_one_run(rollouts: Rollouts) -> str:
+    """Give the deployment the limit that a retraining has; returns the limit's id."""
+    deployment = api(rollouts, "GET", "/deployments/name/sft-rl/small")["id"]
+    api(rollouts, "PATCH", f"/deployments/{deployment}", {"concurrency_limit": 1})
+    return str(api(rollouts, "GET", f"/deployments/{deployment}")["global_concurrency_limit"]["id"])
+
+
+def stand_still(store: Path, *, with_server: bool) -> None:
+    """Stop the serving process, the run and its jobs until Prefect's lease is over, and let them go on."""
+    server = json.loads((store / "prefect" / "server.json").read_text())["pid"]
+    family = family_of(store) - (set() if with_server else {server})
+    try:
+        for pid in family:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(LONGER_THAN_PREFECTS_LEASE_S)
+    finally:
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def family_of(store: Path) -> set[int]:
+    """The processes of a store, and all their children."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    pairs = [line.split() for line in listing.stdout.splitlines()]
+    found = set(pids_of(store))
+    while children := {int(pid) for pid, parent in pairs if int(parent) in found} - found:
+        found |= children
+    return found
+
+
+def is_started_again(rollouts: Rollouts, run_id: str) -> bool:
+    """Whether the run was started again and runs now."""
+    states = api(rollouts, "GET", f"/flow_run_states/?flow_run_id={run_id}")
+    again = [state for state in states if (state["message"] or "").startswith(STARTED_AGAIN)]
+    return bool(again) and state_of(rollouts, run_id) == "RUNNING"
 
 
 @pytest.mark.parametrize("is_vanishing", [False, True])

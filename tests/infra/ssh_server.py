@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,8 @@ NO_BASHRC = "SetEnv SHLVL=1"
 """Bash reads the user's file where sshd starts it and it is the first shell. What pyenv has there takes longer than the
 command, and waits a minute for the lock of one that a test has killed."""
 _STAND_IN = Path(__file__).with_name("stand_in_sshd.py")
+_DOWNLOADED = Path(__file__).resolve().parents[2] / ".sshd" / "sshd"
+"""Made by newer_sshd.sh."""
 
 
 def find_sshd() -> str | None:
@@ -38,16 +41,25 @@ def find_sshd() -> str | None:
     return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin")
 
 
+def find_banning_sshd() -> str | None:
+    """An OpenSSH server that bans clients (9.8 or newer): named by ROLLOUTS_TEST_SSHD, downloaded, or installed."""
+    for program in (os.environ.get("ROLLOUTS_TEST_SSHD"), str(_DOWNLOADED), find_sshd()):
+        if program is not None and Path(program).exists() and _version_of(program) >= (9, 8):
+            return program
+    return None
+
+
 class SSHServer:
     """Starts, stops and disturbs one server; everything it needs lies in its folder."""
 
-    def __init__(self, folder: Path, *, more_config: str = "", stand_in: bool = False) -> None:
+    def __init__(self, folder: Path, *, more_config: str = "", stand_in: bool = False, sshd: str | None = None) -> None:
         """The stand-in also where there is no other and the test has no wishes.
 
         Args:
             more_config: lines for sshd_config, which only OpenSSH's server understands.
+            sshd: absolute path of OpenSSH's server; None for the installed one.
         """
-        program = None if stand_in else find_sshd()
+        program = None if stand_in else sshd or find_sshd()
         if program is None and more_config:
             pytest.skip("there is no sshd on this machine: install openssh-server")
         self.folder = folder
@@ -144,9 +156,11 @@ MaxStartups 100
 
 
 @contextmanager
-def running_server(folder: Path, *, more_config: str = "", stand_in: bool = False) -> Iterator[SSHServer]:
-    """A server that listens, and is gone with its connections afterwards."""
-    server = SSHServer(folder, more_config=more_config, stand_in=stand_in)
+def running_server(
+    folder: Path, *, more_config: str = "", stand_in: bool = False, sshd: str | None = None
+) -> Iterator[SSHServer]:
+    """A server that listens, and is gone with its connections afterwards. The arguments are those of `SSHServer`."""
+    server = SSHServer(folder, more_config=more_config, stand_in=stand_in, sshd=sshd)
     server.start()
     try:
         yield server
@@ -181,6 +195,12 @@ def unpinned(access: SSHAccess, *known_hosts: Path, first_use_file: Path | None 
     """The same login, with the host's key looked up in files instead."""
     files = tuple(str(path) for path in known_hosts)
     return replace(access, host_key="", known_hosts=files, first_use_file=str(first_use_file or ""))
+
+
+def _version_of(sshd: str) -> tuple[int, int]:
+    said = subprocess.run([sshd, "-V"], capture_output=True, text=True, check=False).stderr
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _free_port() -> int:

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from rollouts.infra.errors import (
+    BannedError,
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
@@ -51,6 +52,7 @@ ERRORS = [
     JobFailedError("/runs/sft", 2, 1, "it failed"),
     JobLostError("/runs/sft", 2, "the node was rebooted"),
     NodeUnreachableError("a@h:22", "timed out"),
+    BannedError("a@h:22", "kex_exchange_identification: read: Connection reset by peer", "jump"),
     RequestCutError("a@h:22", "the connection broke"),
     KeyAgentError("a@h:22", "it refuses"),
     LoginShellError("a@h:22", "code 1: no", "/usr/bin/python3"),

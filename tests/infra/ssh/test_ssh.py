@@ -164,7 +164,7 @@ def test_a_ban_is_named_and_is_no_wrong_address(said: str, is_reset: bool, ssh_s
 
 
 def test_a_ban_by_a_machine_on_the_way_is_named(ssh_server: SSHServer) -> None:
-    with banning_port("Not allowed at this time") as port, pytest.raises(NodeUnreachableError, match="PerSourcePenal"):
+    with banning_port("Not allowed at this time") as port, pytest.raises(BannedError, match="PerSourcePenal"):
         connect(replace(ssh_server.access, proxy_jump=f"somebody@127.0.0.1:{port}"))
 
 

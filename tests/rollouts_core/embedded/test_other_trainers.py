@@ -123,18 +123,18 @@ def assert_serves(url: str, model: PreTrainedModel) -> None:
     )
 
 
-@pytest.mark.parametrize("is_port_text", [False, True])
+@pytest.mark.parametrize(("is_port_text", "is_flat"), [(False, True), (True, True), (False, False)])
 def test_a_trainer_that_joins_by_a_rendezvous_sends_its_weights(
-    is_port_text: bool, url: str, model_dir: Path, other_dir: Path, other_model: PreTrainedModel
+    is_port_text: bool, is_flat: bool, url: str, model_dir: Path, other_dir: Path, other_model: PreTrainedModel
 ) -> None:
     path = other_dir / "model.safetensors"
     with engine_url(model_dir) as second:
-        trainer = Trainer(path, [url, second], is_flat=True, is_port_text=is_port_text)
+        trainer = Trainer(path, [url, second], is_flat=is_flat, is_port_text=is_port_text)
         try:
             tensors = read_tensors(other_dir)
             for each in (url, second):
                 assert post(each, "/begin_weight_update").status_code == 200
-            body = {**description_of(tensors), "load_format": "flattened_bucket"}
+            body = description_of(tensors) | ({"load_format": "flattened_bucket"} if is_flat else {})
             receiving = [
                 Thread(target=post, args=(each, "/update_weights_from_distributed"), kwargs=body)
                 for each in (url, second)
