@@ -3,11 +3,12 @@
 Not here: the content of a page (rollouts_core/report/live.py, live_blocks.py), the stages of a run (store_runs.py).
 
     GET /                           the runs, the latest first; /?q=small&state=running filters them
+    GET /compare?run=<a>&run=<b>    the comparison of two or more runs, as `rollouts compare` writes it
     GET /runs/<run>                 a run
     GET /runs/<run>/blocks/<name>   data that the page requests: curves, and samples in blocks of limited size
     GET /runs/<run>/report          the report, after the run has written it
 
-The first two pages update themselves every few seconds.
+The list and the page of a run update themselves every few seconds.
 
 The serving process of `rollouts up`, or `rollouts watch`, serves the pages on loopback. The pages require the password
 of the store's Prefect server and only read the store. A restart keeps the port, so that links stay valid.
@@ -42,6 +43,7 @@ from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
+from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.report.assets import asset_blocks, find_policy
 from rollouts_core.report.live import ListedRun, draw_spark, list_assets, live_assets, render_live, render_runs
 from rollouts_core.report.live_blocks import StepCache, find_block
@@ -141,6 +143,14 @@ def live_app(store: Path) -> Starlette:
         page = looked_again(lambda: render_live(load_run(store, uses), now=time.time()))
         return respond(page, policy_of_live)
 
+    def comparison(request: Request) -> Response:
+        names = request.query_params.getlist("run")
+        try:
+            page = render_comparison(store, names)
+        except RolloutsError as error:
+            return PlainTextResponse(str(error), 400, headers=common)
+        return respond(page, find_policy(page))
+
     def block(request: Request) -> Response:
         name, uses = request.path_params["name"], find_run(store, request.path_params["run"])
         packed = static.get(name)
@@ -162,6 +172,7 @@ def live_app(store: Path) -> Starlette:
     return Starlette(
         routes=[
             Route("/", _guarded(runs, wanted)),
+            Route("/compare", _guarded(comparison, wanted)),
             Route("/runs/{run}", _guarded(run, wanted)),
             Route("/runs/{run}/report", _guarded(report, wanted)),
             Route("/runs/{run}/blocks/{name:path}", _guarded(block, wanted)),
@@ -188,6 +199,21 @@ def looked_again(render: Callable[[], Made]) -> Made:
         with suppress(FileNotFoundError):
             return render()
     return render()
+
+
+def render_comparison(store: Path, names: Sequence[str]) -> str:
+    """The page of `rollouts compare` for runs that the user ticked in the list.
+
+    Raises:
+        RolloutsError: the runs cannot be compared.
+    """
+    from rollouts.flows.commands.compare import find_compared, load_compared
+    from rollouts_core.report.compared import compare_runs
+    from rollouts_core.report.compared_page import render_comparison_page
+
+    if not names:
+        raise InputError("no run is ticked: go back, and tick two runs or more")
+    return render_comparison_page(compare_runs(load_compared(store, find_compared(store, names))))
 
 
 def list_runs(store: Path, query: str = "", state: str = "") -> tuple[list[ListedRun], bool]:

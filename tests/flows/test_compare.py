@@ -9,10 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 from typer.testing import CliRunner, Result
 
 from rollouts.flows.cli import app
 from rollouts.flows.commands.compare import page_name
+from rollouts.flows.live import live_app
+from rollouts.flows.own_server.password import own_password
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from tests.tasks.stored_run import write_stored_run
 
@@ -64,6 +67,24 @@ def test_the_same_facts_come_as_objects(store: Path) -> None:
 )
 def test_a_wrong_request_is_a_sentence(store: Path, arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in " ".join(call(store, *arguments, code=2).stderr.split())
+
+
+def test_runs_that_are_ticked_in_the_served_list_are_compared(store: Path) -> None:
+    (store / "prefect").mkdir()
+    user, _, password = own_password(store / "prefect").partition(":")
+    with TestClient(live_app(store)) as client:
+        assert client.get(f"/compare?run={FIRST}&run={SECOND}").status_code == 401
+        client.auth = (user, password)
+        listed = client.get("/").text
+        assert listed.count('type="checkbox"') == 2 and f'value="{RUNNING}"' not in listed
+        page = client.get("/compare", params={"run": [FIRST, SECOND]})
+        assert page.status_code == 200 and "rollout.seed" in page.text and "training.rl.num_steps" not in page.text
+        assert "'sha256-" in page.headers["content-security-policy"]
+        wrong = {"": "no run is ticked", f"run={FIRST}": "needs two runs or more", "run=no&run=such": "has no run no"}
+        for query, sentence in wrong.items():
+            answer = client.get(f"/compare?{query}")
+            assert answer.status_code == 400 and sentence in answer.text
+        assert not (store / "comparisons").exists()
 
 
 def test_the_file_of_many_long_names_has_a_short_one() -> None:

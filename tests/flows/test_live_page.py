@@ -254,7 +254,7 @@ def test_the_list_updates_itself_and_keeps_filter_focus_selection_and_scroll(
     page.get_by_label("Name").fill("not sent yet")
     page.get_by_label("State").select_option("done")
     read = """() => {
-      const row = document.activeElement.closest("tr"), inputs = [...document.querySelectorAll("input, select")];
+      const row = document.activeElement.closest("tr"), inputs = [...document.querySelectorAll("form input, select")];
       const moved = Math.abs(row.getBoundingClientRect().top - window.placed);
       const names = inputs.map((input) => input.value);
       return [row.id, moved < 1, scrollY > 100, String(getSelection()), names, window.marked === row];
@@ -285,6 +285,9 @@ def test_the_list_updates_itself_and_keeps_filter_focus_selection_and_scroll(
     (served.store / "runs/mine-new-ffffffff/report.html").touch()
     rows.first.get_by_text("done").wait_for()
     assert rows.first.get_by_role("link", name="report").is_visible()
+    rows.first.get_by_role("checkbox").evaluate("box => { box.checked = true; }")  # without its focus
+    served.await_refreshes(2)
+    assert rows.first.get_by_role("checkbox").is_checked() and page.get_by_role("checkbox").count() == 1
     nodes = page.evaluate("document.querySelectorAll('*').length")
     served.await_refreshes(5)
     assert page.evaluate("document.querySelectorAll('*').length") == nodes
