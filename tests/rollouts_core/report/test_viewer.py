@@ -278,6 +278,19 @@ def test_without_scripts_and_in_print_the_page_is_whole(open_view: Open) -> None
         assert not page.locator("#views").is_visible()
 
 
+def test_a_browser_that_cannot_decompress_gets_the_page_without_scripts(
+    report: ReportInput, browser: "Browser", tmp_path: Path
+) -> None:
+    path = tmp_path / "old.html"
+    path.write_text(render_report(report), encoding="utf-8")
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(f"file://{path}#samples")
+    assert page.get_by_role("heading", name="Sample transcripts", exact=True).is_visible()
+    assert page.locator("figure svg").first.is_visible() and not page.locator("#views").is_visible()
+    page.close()
+
+
 @pytest.mark.parametrize("samples", ["none", "held-out"])
 def test_a_report_for_others_holds_no_prompt_or_only_held_out_ones(
     report: ReportInput, browser: "Browser", tmp_path: Path, samples: str
