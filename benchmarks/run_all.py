@@ -38,6 +38,7 @@ RUNS = (
     ("Files over SSH, loopback", "transfer.py --megabytes 1024 --files 2000 --rounds 3 --folder /dev/shm"),
     ("Files over SSH, 50 ms away", "transfer.py --megabytes 1024 --files 2000 --round-trip-ms 50 --rounds 2"),
     ("Back to a job over SSH, 50 ms away", "attach.py --round-trip-ms 50 --rounds 5"),
+    ("Start of short commands", "command_start.py --rounds 9"),
     ("Chat templates of the hub", "chat_templates.py"),
 )
 """Title and command of each section, in the order of the document."""

@@ -54,6 +54,7 @@ from rollouts.flows.commands.terminal import (
     console,
     describe_finding,
     emit,
+    say,
     show_checks,
 )
 from rollouts.flows.commands.trigger import trigger_run
@@ -346,7 +347,10 @@ def watch(
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     """Check the pipeline, run it at the store's Prefect server, and print the paths of its results."""
     result = run_checked(pipeline, check_pipeline, run_flow, port=port)
-    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}", markup=False)
+    console.print()
+    if result.verdict:
+        say("Result:      ", result.verdict)
+    console.print(f"Report:      {result.report}\nCheckpoint:  {result.checkpoint}", markup=False)
     if result.published:
         console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
     store = Path(pipeline.run.store).resolve()

@@ -35,7 +35,8 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "cancel": "Cancel RUN: its jobs save a checkpoint and end, unless another run uses them; its machine is freed.",
     },
     "Runs": {
-        "runs": "List the runs of the store, the latest first: state, step, score, change and cost.",
+        "runs": "List the runs of the store, the latest first: state, step, score, change, cost, and whether a report "
+        "exists.",
         "show": "Show the settings of a run or of a file: value, default, and whether the file sets the value.",
         "samples": "Show completions of a run: the RL samples of a step, or a model's answers to held-out prompts.",
         "logs": "Print the output of a stage's processes.",

@@ -67,7 +67,7 @@ def write_report(
         render_summary_markdown(report), key=artifact_key("report", scope), description=f"Report: {as_code(str(path))}"
     )
     with StageProgress("report") as progress:
-        progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
+        progress.say(str(path))
     return str(path), verdict
 
 

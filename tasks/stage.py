@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollouts.infra.errors import FullGPUError, PermanentInfraError, TransientInfraError
@@ -55,6 +56,7 @@ from rollouts_core.less_memory import FULL_GPU_CODE, LESS_MEMORY
 from rollouts_core.model.remote_code import check_code_of_start
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import label_checkpoint
 from rollouts_core.stopping import describe_stop
 
 MAX_FULL_GPUS = 64
@@ -165,7 +167,8 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                     if how != "reused":
                         progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
                         with requests_passed_on(session, stage, run_dir, scope, progress.say):
-                            follow_until_finished(session, status, progress, store=ledger.identity)
+                            labels = label_models(stage)
+                            follow_until_finished(session, status, progress, store=ledger.identity, labels=labels)
                 ledger.drop_lease(run_dir, scope.run_id)
                 if node.is_remote:
                     pull_run(session, run_dir, Path(stage.run_dir))
@@ -237,11 +240,25 @@ def check_code_to_resume(stage: Stage) -> None:
             check_code_of_start(checkpoint, Path(model["path"]))
 
 
-def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress, *, store: str) -> None:
+def label_models(stage: Stage) -> dict[str, str]:
+    """The labels of an evaluation's models in messages, by their names in the job; empty for other stages."""
+    models = stage.job.get("checkpoints", ()) if stage.kind == "eval" else ()
+    return {each["name"]: label_checkpoint(each["name"], each["step"], stage.name) for each in models}
+
+
+def follow_until_finished(
+    session: Session,
+    status: JobStatus,
+    progress: StageProgress,
+    *,
+    store: str,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Show the metrics and events of a job until the job is finished.
 
     Args:
         store: identity of the run's ledger. While this run follows the job, runs of other stores do not end the job.
+        labels: the labels of the scored models, by their names in the job.
 
     Raises:
         InputError: the job rejected its settings or its inputs. The error has the job's message.
@@ -259,7 +276,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
             progress.say(f"got its GPUs after {event['waited_s']:.0f} s")
         if event["event"] == "scored" and event["attempt"] == status.attempt:
-            progress.say(f"{event['name']} has score {event['score']:.3f}")
+            progress.say(f"{labels.get(event['name'], event['name'])} has score {event['score']:.3f}")
         if event["event"] in ("warning", LESS_MEMORY) and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "stopped" and event["attempt"] == status.attempt:

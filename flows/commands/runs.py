@@ -77,7 +77,7 @@ def runs(
     limit: Annotated[int, typer.Option(min=0, help="Number of latest runs to show (0: all).")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of the store, the latest first: state, step, score, change and cost."""
+    """List the runs of the store, the latest first: state, step, score, change, cost, and whether a report exists."""
     store = store.resolve()
     listed = runs_by_use(store) if (store / LEDGER_FILE).is_file() else []
     living = living_runs(store) if listed else ()
@@ -93,7 +93,7 @@ def runs(
 
 
 def render_runs(found: Sequence[RunSummary]) -> str:
-    """Format the runs as a table, which fits in 80 columns if names have up to 20 letters."""
+    """Format the runs as a table, which fits in 80 columns if names have up to 12 letters."""
     rows = [
         (
             each.run,
@@ -102,10 +102,11 @@ def render_runs(found: Sequence[RunSummary]) -> str:
             describe_score(each.score),
             "" if each.change is None else f"{each.change:+.3f}",
             "" if each.usd is None else f"${each.usd:.2f}",
+            "yes" if each.report else "",
         )
         for each in found
     ]
-    head = ("RUN", "STATE", "STEP", "SCORE", "CHANGE", "COST")
+    head = ("RUN", "STATE", "STEP", "SCORE", "CHANGE", "COST", "REPORT")
     used = [
         column for column in range(len(head)) if any(row[column] for row in rows)
     ]  # COST is empty without rented machines
@@ -340,6 +341,7 @@ def logs(
     ] = "",
     store: Store = DEFAULT_STORE,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new lines, until the stage ends.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the output of a stage's processes."""
     store = store.resolve()
@@ -351,9 +353,17 @@ def logs(
         is_over=lambda: not follow or directory.result.is_file() or not lives(uses, living_runs(store)),
     ):
         has_lines = has_lines or bool(lines)
-        typer.echo(shown_lines(lines), nl=False)
+        if as_json:
+            emit({"kind": "log_line", "stage": directory.root.name, "text": text} for text in _split_log(lines))
+        else:
+            typer.echo(shown_lines(lines), nl=False)
     if not has_lines:
         typer.echo(f"{directory.log} is empty: the processes of the stage printed nothing", err=True)
+
+
+def _split_log(lines: str) -> list[str]:
+    """The lines of a log as a terminal would show them, each without its end."""
+    return shown_lines(lines).removesuffix("\n").split("\n") if lines else []
 
 
 def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
@@ -397,6 +407,7 @@ def report(
     run: RunName,
     store: Store = DEFAULT_STORE,
     opens: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Render the report of a finished run again with the installed version, and print the file's path."""
     store = store.resolve()
@@ -412,7 +423,10 @@ def report(
         if not path.is_file():
             raise
         typer.echo(f"{error}. The earlier report is kept.", err=True)
-    typer.echo(path)
+    if as_json:
+        emit([{"kind": "report", "run": uses[0].run, "path": str(path)}])
+    else:
+        typer.echo(path)
     if opens:
         open_in_browser(path)
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.foreign_text import shown_lines
+from rollouts.tasks.folded_lines import folded
 from rollouts_core.findings import Caution, count_cautions, split_findings
 from rollouts_core.system.standard_error import standard_error
 
@@ -42,6 +43,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object per li
 LOOKING_FOR_SERVER = "prefect        looking for the server, and starting one if none runs (about eight seconds)"
 
 console = Console(file=standard_error(), highlight=False, soft_wrap=True)
+
+
+def say(mark: str, message: str) -> None:
+    """Print a remark to standard error. On a terminal, the rest of a long message stands below its beginning.
+
+    Args:
+        mark: the start of the line with its spaces.
+    """
+    console.print(folded(mark, message, console), markup=False)
 
 
 def emit(records: Iterable[Mapping[str, Any]]) -> None:  # Any: JSON
@@ -101,10 +111,10 @@ def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) 
         fact: the start of a line with a fact, or with the progress of a long check.
         caution: the start of a line with a warning.
     """
-    with told_progress(lambda line: console.print(f"{fact}{line}", markup=False)):
+    with told_progress(lambda line: say(fact, line)):
         facts, cautions = split_findings(check())
     for mark, found in ((fact, facts), (caution, cautions)):
         for finding in found:
-            console.print(f"{mark}{finding}", markup=False)
+            say(mark, finding)
     if cautions:
-        console.print(f"{caution}{count_cautions(cautions)} in all; warnings do not stop a run", markup=False)
+        say(caution, f"{count_cautions(cautions)} in all; warnings do not stop a run")

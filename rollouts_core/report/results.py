@@ -27,7 +27,7 @@ from rollouts_core.report.charts import (
 )
 from rollouts_core.report.inputs import LABELS, ReportInput
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.stages import is_selection, kind_of, label_of
+from rollouts_core.stages import is_selection, kind_of, label_checkpoint, label_of
 
 MAX_OPEN_ROWS = 8
 """Largest number of checkpoints in a table that is not shown collapsed."""
@@ -237,7 +237,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
 
     Args:
         stage: the name of the stage that scored.
-        labels: the models' titles by their name in the evaluation. Without a title, the name is shown.
+        labels: the models' titles by their name in the evaluation. Other models are named by `label_checkpoint`.
     """
     evaluated = load_evaluation(evaluation_dir)
     display = choose_display(evaluated)
@@ -248,9 +248,10 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
         if not is_selection(stage):
-            shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
+            shown.append(f"{labels.get(scored.name, label_checkpoint(scored.name, scored.step, stage))} has {score}")
         elif scored.name == evaluated.best:
-            shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
+            chosen = label_checkpoint(scored.name, scored.step, stage)
+            shown.append(f"{chosen} is chosen of {len(evaluated.checkpoints)}, {score}")
     return "; ".join(shown)
 
 

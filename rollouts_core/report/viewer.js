@@ -457,9 +457,11 @@
   };
   const valueOf = (key) => columnOf[key] || ((row) => index.terms[key.slice(5)][row]);
 
+  const numberKeys = () => [...NUMBERS, ...Object.keys(index.terms).map((name) => `term:${name}`)];
+
   function selectRows(query) {
     const set = index.sets.findIndex(({ key }) => key === query.set);
-    const tests = NUMBERS.map((key) => [columnOf[key], numberTest(query[key])]).filter(([, test]) => test);
+    const tests = numberKeys().map((key) => [valueOf(key), numberTest(query[key])]).filter(([, test]) => test);
     const status = query.outcome ? index.statuses.indexOf(query.outcome) : -1;
     const prompt = query.prompt === undefined ? -1 : Number(query.prompt);
     const rows = [];
@@ -539,7 +541,7 @@
       for (const control of this.controls) {
         const value = this.query[control.name] ?? "";
         if (document.activeElement !== control) control.value = value;
-        control.toggleAttribute("aria-invalid", NUMBERS.includes(control.name) && value !== "" && !numberTest(value));
+        control.toggleAttribute("aria-invalid", numberKeys().includes(control.name) && value !== "" && !numberTest(value));
       }
       this.controls.find(({ name }) => name === "set").value = this.query.set;
       this.chip.hidden = this.query.prompt === undefined;
@@ -556,7 +558,8 @@
       const form = el("form", { class: "filters", role: "search", "aria-label": "Filter samples", onsubmit: (event) => event.preventDefault() },
         choose("set", "Samples of", index.sets.map((set) => [set.key, set.isTraining ? set.label : `${set.label}, held-out`])),
         input("q", "Search", "text of prompt or completion   ( / )", 26), input("step", "Step", "10 or 5..20", 9), input("reward", "Reward", "<1", 7),
-        input("advantage", "Advantage", ">0", 7), input("length", "Tokens", ">100", 7),
+        ...Object.keys(index.terms).map((name) => input(`term:${name}`, name, ">0", 7)),
+        input("advantage", "Advantage", ">0", 7), input("length", "Tokens", ">100", 7), index.version ? input("version", "Version", "3..5", 7) : "",
         choose("outcome", "Outcome", [["", "any"], ...used.map((status) => [status, status])]),
         el("button", { type: "button", class: "plain", onclick: () => { location.hash = `#samples?set=${encodeURIComponent(this.query.set)}`; } }, "clear"));
       this.controls = [...form.querySelectorAll("input, select")];
@@ -697,34 +700,40 @@
     },
   };
 
-  const MAX_GROUPS = 400;
-  /** A table of groups with their rewards and best completion. `first` is the first column, which names the group. */
-  async function groupsTable(groups, title, first) {
-    const read = await Promise.all(groups.slice(0, MAX_GROUPS).map(loadGroup)), highest = Math.max(...index.reward.filter((each) => each !== null));
-    const lines = read.map((group, i) => {
-      const number_ = groups[i], start = index.starts[number_], rewards = group.samples.map((_, place) => index.reward[start + place]);
-      const graded = rewards.filter((each) => each !== null), mean = graded.length ? graded.reduce((sum, each) => sum + each, 0) / graded.length : null;
-      const best = Math.max(0, rewards.indexOf(Math.max(...graded)));
-      const dots = rewards.slice(0, 32).map((reward) => el("i", { class: reward !== null && reward >= highest ? "full" : reward > 0 ? "half" : "" }));
-      return el("tr", {}, el("td", { class: "text" }, el("a", { href: `#group/${addressOf(number_)}` }, first(number_))), el("td", { class: "num" }, number(mean)),
-        el("td", {}, el("span", { class: "dots", role: "img", "aria-label": `rewards ${rewards.map(number).join(", ")}` }, dots)),
-        el("td", { class: "text" }, el("a", { href: `#sample/${addressOf(number_)}/${best}`, class: "preview" }, completionOf(group.samples[best]).replace(/\s+/g, " ").slice(0, 120) || "(nothing)")));
-    });
-    const head = [title, "Mean reward", "Rewards", "Best completion"].map((name) => el("th", { scope: "col", class: name === "Mean reward" ? "num" : null }, name));
-    const table = el("table", { class: "groups" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, lines));
-    return [el("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": title }, table), groups.length > MAX_GROUPS ? el("p", { class: "note" }, `The first ${MAX_GROUPS} of ${count(groups.length)} groups are shown.`) : ""];
+  /** A table of groups with their rewards and best completion. `first` is the first column, which names the group; `address` is that of the view. */
+  function groupsTable(groups, title, first, address, sort = "group") {
+    const highest = index.reward.reduce((most, each) => (each !== null && each > most ? each : most), -Infinity), [key, isDown] = [sort.replace(/^-/, ""), sort.startsWith("-")];
+    const rewardsOf = (group) => index.reward.slice(index.starts[group], index.starts[group + 1]);
+    const meanOf = (group) => { const graded = rewardsOf(group).filter((each) => each !== null); return graded.length ? graded.reduce((sum, each) => sum + each, 0) / graded.length : null; };
+    const dots = (group) => {
+      const rewards = rewardsOf(group), css = (reward) => (reward !== null && reward >= highest ? "full" : reward > 0 ? "half" : "");
+      return el("span", { class: "dots", role: "img", "aria-label": `rewards ${rewards.map(number).join(", ")}` }, rewards.slice(0, 32).map((reward) => el("i", { class: css(reward) })));
+    };
+    const best = (group) => {
+      const rewards = rewardsOf(group), place = Math.max(0, rewards.indexOf(Math.max(...rewards.filter((each) => each !== null))));
+      const link = el("a", { href: `#sample/${addressOf(group)}/${place}`, class: "preview", tabindex: "-1" }, "…");
+      loadGroup(group).then((read) => { link.textContent = completionOf(read.samples[place]).replace(/\s+/g, " ").slice(0, 160) || "(nothing)"; });
+      return link;
+    };
+    const columns = [{ key: "group", title, css: "text", sort: true, cell: first }, { key: "mean", title: "Mean reward", css: "num mean", sort: true, cell: (group) => number(meanOf(group)) },
+      { key: "rewards", title: "Rewards", css: "text", sort: false, cell: dots }, { key: "best", title: "Best completion", css: "text wide", sort: false, cell: best }];
+    const table = new VirtualTable(columns, { label: "Groups", open: (group) => `#group/${addressOf(group)}`, sorted: [key, isDown], onSort: (name) => { location.hash = `${address}?sort=${name === key && !isDown ? "-" : ""}${name}`; } });
+    const value = key === "mean" ? meanOf : (group) => group;
+    return { element: table.element, fill: () => table.setRows([...groups].sort((a, b) => (isDown ? -1 : 1) * ((value(a) ?? -Infinity) - (value(b) ?? -Infinity)) || a - b)) };
   }
 
   const promptCard = (group) => el("article", { class: "card conversation" }, group.turns.map((turn) => turnNode(turn, "")), group.answer ? el("div", { class: "turn reference" }, el("div", { class: "role" }, "reference answer"), textNodes(group.answer)) : "");
 
   const promptView = {
-    async show(root, parts) {
+    async show(root, parts, query) {
       const prompt = parts.length > 1 ? 0 : Number(parts[0]); // a live page holds only one prompt
       if (!index || !(prompt >= 0 && prompt < index.prompts.length)) return lost(root);
       const groups = index.groups.prompt.flatMap((each, group) => (each === prompt ? [group] : []));
       const when = (group) => (setOf(group).isTraining ? `step ${count(index.groups.step[group])}` : `${setOf(group).label}, held-out`);
+      const table = groupsTable(groups, "When", when, `#prompt/${parts.join("/")}`, query.sort);
       root.replaceChildren(el("div", { class: "crumbs" }, el("a", { href: "#samples" }, "samples"), el("span", {}, "one prompt")), el("h2", {}, "One prompt across steps"),
-        ...index.notes.filter((note) => note.startsWith("The search")).map((note) => el("p", { class: "note sampled" }, note)), promptCard(await loadGroup(groups[0])), ...(await groupsTable(groups, "When", when)));
+        ...index.notes.filter((note) => note.startsWith("The search")).map((note) => el("p", { class: "note sampled" }, note)), promptCard(await loadGroup(groups[0])), table.element);
+      table.fill();
     },
   };
 
@@ -746,11 +755,13 @@
       if (fresh && parseHash().parts.join() === [set, step].join()) crumbs.append(fresh);
     },
 
-    async show(root, [set, step]) {
+    async show(root, [set, step], query) {
       const groups = index ? index.groups.step.flatMap((each, group) => (each === Number(step) && setOf(group).key === set ? [group] : [])) : [];
       const crumbs = this.crumbs(set, step);
       if (!groups.length) return root.replaceChildren(crumbs, el("h2", {}, `Step ${step}`), el("p", { class: "note" }, isLive() ? "The run directory has no samples of the step." : "This report holds no sample of the step. The run directory has all samples."));
-      root.replaceChildren(crumbs, el("h2", {}, `Step ${step}: ${count(groups.length)} groups`), ...(await groupsTable(groups, "Prompt", (group) => index.prompts[index.groups.prompt[group]])));
+      const table = groupsTable(groups, "Prompt", (group) => el("span", { class: "preview" }, index.prompts[index.groups.prompt[group]]), `#step/${set}/${step}`, query.sort);
+      root.replaceChildren(crumbs, el("h2", {}, `Step ${step}: ${count(groups.length)} groups`), table.element);
+      table.fill();
     },
   };
 
@@ -1064,7 +1075,7 @@
       const table = new VirtualTable(columns, { label: "Rows of SFT", open: (row) => `#sft-row/${row.place}`, sorted: [key, isDown], onSort: (name) => { location.hash = link({ sort: name === key && !isDown ? `-${name}` : name }); } });
       const facts_ = [["Rows", count(read.numRows)], ["Left out", `${count(read.numDropped)}${read.numDropped ? `, longer than ${count(read.maxLength)} tokens` : ""}`], ["Trained tokens", read.trainedShare === null ? "–" : `${digits(100 * read.trainedShare, 3)} %`], ["Limit", `${count(read.maxLength)} tokens`]];
       root.replaceChildren(el("h2", {}, "SFT rows as training saw them"),
-        el("div", { class: "halves" }, el("div", { class: "card" }, el("dl", { class: "facts" }, facts_.map(([what, text]) => el("div", {}, el("dt", {}, what), el("dd", {}, text)))), el("p", { class: "note" }, `${count(read.rows.length)} rows at even distances, and the first ones that were left out. “rollouts validate --show N” prints rows in the same way.`)), histogram(read)),
+        el("div", { class: "halves" }, el("div", { class: "card" }, el("dl", { class: "facts" }, facts_.map(([what, text]) => el("div", {}, el("dt", {}, what), el("dd", {}, text)))), el("p", { class: "note" }, `${count(read.rows.length)} rows at even distances, and the first ones that were left out. `, el("code", { class: "unbroken" }, "rollouts validate --show N"), " prints rows in the same way.")), histogram(read)),
         el("p", { class: "note" }, ["", ...outcomes].map((outcome) => el("a", { class: "chip", href: `#sft-rows${outcome ? `?outcome=${outcome}` : ""}`, "aria-current": (query.outcome || "") === outcome ? "true" : null }, outcome || "all"))),
         table.element);
       table.setRows(shown);
@@ -1123,6 +1134,8 @@
       const isHere = link.getAttribute("href") === `#${chosen.nav || name}`;
       if (isHere) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
     }
+    const views = $("views"), here = views.querySelector("[aria-current]");
+    if (here) views.scrollLeft = here.offsetLeft - (views.clientWidth - here.offsetWidth) / 2;
     document.body.dataset.view = name;
     if (event) scrollTo(0, 0);
     if (isLive() && chosen.view) await holdFor(name, parts, query);

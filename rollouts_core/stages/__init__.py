@@ -27,6 +27,7 @@ __all__ = [
     "is_selection",
     "is_training",
     "kind_of",
+    "label_checkpoint",
     "label_of",
     "selection_of",
     "stages_of",
@@ -104,6 +105,17 @@ def label_of(model: str) -> str:
     if model == BASE:
         return "Base"
     return kind_of(model).label if is_training(model) else model
+
+
+def label_checkpoint(name: str, step: int, stage: str) -> str:
+    """The label of a scored model in messages: "Base", "SFT step 1000", or its own name.
+
+    Args:
+        name: the model's name in the evaluation: base, a training, a checkpoint of a selection, or a user's model.
+        stage: the stage that scores the model.
+    """
+    training = stage.removeprefix(f"{SELECT.name}-") if is_selection(stage) else name
+    return f"{label_of(training)} step {step}" if is_training(training) and step else label_of(name)
 
 
 def capitalized(title: str) -> str:

@@ -314,9 +314,10 @@ def test_a_sample_of_any_step_its_tokens_and_its_prompt_across_steps(served: Ser
     assert page.locator(".turn .call").is_visible() and page.locator(".tokens .t").count() > 5
     assert page.evaluate("window.attacked") is None
     served.open("prompt/rl/7/36")
-    lines = page.locator("table.groups tbody tr")
+    lines = page.locator("#view-detail tbody tr[data-place]")
     lines.first.wait_for()
-    assert lines.count() == 30 and lines.first.inner_text().startswith("step 1")
+    table = page.get_by_role("table", name="Groups")
+    assert table.get_attribute("aria-rowcount") == "31" and lines.first.inner_text().startswith("step 1")
     lines.nth(11).get_by_role("link", name="step 12").click()
     page.get_by_role("heading", name="Step 12: group 61").wait_for()
     page.get_by_role("link", name="step 12").click()

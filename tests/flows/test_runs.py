@@ -94,7 +94,7 @@ def test_runs_are_listed_latest_first_with_score_interval_and_change(store: Path
         [SECOND, "stopped", "rl"],
         [FIRST, "done", "rl"],
     ]
-    assert lines[2].split()[3:] == ["2/2", "0.750", "(0.700-0.800)", "+0.500"]
+    assert lines[2].split()[3:] == ["2/2", "0.750", "(0.700-0.800)", "+0.500", "yes"]
     assert all(len(line) <= 80 for line in lines)
     assert "COST" not in lines[0]
 
@@ -172,6 +172,15 @@ def test_logs_of_a_stage_or_an_engine_without_what_a_terminal_obeys(store: Path)
     assert call(store, "logs", FIRST, "rl").stdout == "first line\nred\n"
     assert call(store, "logs", FIRST, "engine").stdout == "the engine answers\n"
     assert "has not reached a stage rll; did you mean rl?" in call(store, "logs", FIRST, "rll", code=2).stderr
+
+
+def test_logs_and_the_report_for_programs_are_objects_with_a_kind(store: Path) -> None:
+    lines = records(call(store, "logs", FIRST, "rl", "--json"))
+    assert lines == [{"kind": "log_line", "stage": "rl-aaaa", "text": text} for text in ("first line", "red")]
+    (report,) = records(call(store, "report", FIRST, "--json"))
+    assert report == {"kind": "report", "run": FIRST, "path": str(store / "runs" / FIRST / "report.html")}
+    (error,) = records(call(store, "logs", FIRST, "rll", "--json", code=2))
+    assert (error["kind"], error["code"]) == ("error", "user_error")
 
 
 def test_an_empty_log_and_an_evaluation_without_a_report_are_said(store: Path) -> None:

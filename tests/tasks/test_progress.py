@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import io
 import os
+import re
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from rollouts.tasks.folded_lines import folded
 from rollouts.tasks.progress import PACE_PERIOD_S, StageProgress, TimesColumn
 
 
-def lines_of(*steps: int, num_steps: int, is_terminal: bool = False) -> list[str]:
+def lines_of(*steps: int, num_steps: int, is_terminal: bool = False, width: int = 200) -> list[str]:
     """What is printed for the metrics of some steps."""
     output = io.StringIO()
-    console = Console(file=output, force_terminal=is_terminal, width=200)
+    console = Console(file=output, force_terminal=is_terminal, width=width)
     with StageProgress("sft", num_steps=num_steps, console=console) as progress:
         for step in steps:
             progress.on_metrics({"step": step, "loss": 1.23456, "tokens_per_s": 12345.6, "grad_norm": 1.0})
@@ -44,7 +46,7 @@ def test_what_a_machine_says_moves_no_cursor() -> None:
     output = io.StringIO()
     with StageProgress("sft", num_steps=0, console=Console(file=output, force_terminal=True, width=200)) as progress:
         progress.say("waits for GPU 0, held by run \x1b[2J\x1b]0;a title\x07mine\x9b")
-    assert output.getvalue() == f"{'sft':<14} waits for GPU 0, held by run mine \n"
+    assert output.getvalue() == f"{'sft':<14} waits for GPU 0, held by run mine\n"
 
 
 def test_a_terminal_gets_a_bar_instead_of_lines() -> None:
@@ -52,6 +54,41 @@ def test_a_terminal_gets_a_bar_instead_of_lines() -> None:
     assert "\x1b[" in text
     assert "40/40" in text
     assert "step 40 of 40" not in text
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, ["━", "loss 1.235"]), (60, ["━"]), (40, [])])
+def test_the_bar_stays_on_one_line_of_a_narrow_terminal(width: int, shown: list[str]) -> None:
+    """A bar of two lines breaks the time left in the middle: "0:46, about" above "23 s left"."""
+    text = "\n".join(lines_of(1, 39, num_steps=40, is_terminal=True, width=width))
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", text)]
+    last = [line for line in drawn if "39/40" in line][-1]
+    assert last.startswith("sft") and len(last.rstrip()) <= width and re.search("39/40 +0:0", last)
+    assert [text for text in ("━", "loss 1.235", "tokens/s") if text in last] == shown
+    assert all("/40" in line for line in drawn if re.search(r"\d:\d\d", line))
+
+
+def test_a_terminal_without_cursor_movements_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    lines = lines_of(1, 40, num_steps=40, is_terminal=True)
+    assert [line.split(",")[0] for line in lines] == [
+        "sft            step 1 of 40",
+        "sft            step 40 of 40",
+        "sft            finished in 2.0 s",
+    ]
+
+
+def test_a_long_sentence_is_folded_between_words_on_a_terminal_alone() -> None:
+    sentence = "base has accuracy 0.0 %; sft has accuracy 41.1 %, in /a/path/that/is/much/longer/than/one/line"
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    assert folded("evaluate       ", sentence, console).split("\n") == [
+        "evaluate       base has accuracy 0.0 %; sft has accuracy",
+        "               41.1 %, in",
+        "               /a/path/that/is/much/longer/than/one/line",
+    ]
+    assert folded("rl   ", f"{sentence}\nnext", Console(file=io.StringIO(), width=60)) == f"rl   {sentence}\nnext"
+    assert folded("checked        ", "two\nlines", console) == "checked        two\n               lines"
+    console = Console(file=io.StringIO(), force_terminal=True, width=30)
+    assert folded("evaluate       ", "base has accuracy 0.0 %", console) == "evaluate       base has\n  accuracy 0.0 %"
 
 
 def test_the_time_left_cannot_be_mistaken_for_the_time_that_has_passed() -> None:

@@ -32,7 +32,7 @@ from rollouts.tasks.node_job import (
 )
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import Outcome, RunScope, Stage
-from rollouts.tasks.stage import follow_until_finished, run_until_it_fits
+from rollouts.tasks.stage import follow_until_finished, label_models, run_until_it_fits
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tests.infra.shell_jobs import shell_spec
@@ -197,6 +197,20 @@ def test_the_progress_of_a_stage_has_the_warnings_of_its_attempt(tmp_path: Path)
     with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
         follow_until_finished(session, status, progress, store="")
     assert said.getvalue().split() == ["sft", "warning", "of", "1"]
+
+
+def test_scored_models_are_named_by_what_they_are(tmp_path: Path) -> None:
+    session, said = LocalSession(sys.executable), io.StringIO()
+    evaluated = stage("eval").model_copy(update={"name": "evaluate"})
+    evaluated.job.update(checkpoints=[{"name": "base", "step": 0}, {"name": "sft", "step": 1000}])
+    events = [{"event": "scored", "attempt": 1, "name": name, "score": 0.5} for name in ("base", "sft", "other")]
+    lines = shlex.join(json.dumps(event) for event in events)
+    script = f"printf '%s\\n' {lines} >> events.jsonl; echo '{{}}' > result.json"
+    status = start_or_attach(session, shell_spec(tmp_path / "evaluate", script))
+    with StageProgress("evaluate", console=Console(file=said, width=200)) as progress:
+        follow_until_finished(session, status, progress, store="", labels=label_models(evaluated))
+    named = [" ".join(line.split()[1:-3]) for line in said.getvalue().splitlines()]
+    assert named == ["Base", "SFT step 1000", "other"]
 
 
 def test_a_stage_says_what_was_lowered_and_starts_again_at_once(

@@ -318,7 +318,7 @@ def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: Re
 
 
 def test_the_use_of_gpus_is_shown_where_it_was_sampled(full_report: ReportInput) -> None:
-    assert "GPU" not in render_report(full_report)
+    assert "GPU" not in without_data(render_report(full_report)), "compressed data may hold any three letters"
     reading = {"gpu": 0, "use_percent": 41.0, "memory_gib": 7.0, "total_gib": 24.0}
     line = json.dumps({"time": 1.0, "attempt": 1, "gpus": [reading]})
     RunDirectory(full_report.trainings[1].run_dir).gpu_use.write_text(line + "\n")

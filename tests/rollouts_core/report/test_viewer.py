@@ -14,8 +14,9 @@ import pytest
 
 from rollouts_core.config import ReportConfig
 from rollouts_core.report import ReportInput, render_report
+from rollouts_core.run_directory import RunDirectory
 from tests.kit.chromium import TIMEOUT_MS, Open, chromium, views_of
-from tests.rollouts_core.report.made_run import ATTACK, write_rollouts
+from tests.rollouts_core.report.made_run import ATTACK, rollout, write_rollouts
 from tests.rollouts_core.report.test_report import full_report  # noqa: F401
 
 if TYPE_CHECKING:
@@ -73,6 +74,33 @@ def test_samples_are_filtered_sorted_and_searched_and_the_address_says_how(open_
     page.get_by_text("128 of 128 samples").wait_for()
 
 
+def test_samples_are_filtered_by_every_number_of_their_columns(open_view: Open) -> None:
+    page = open_view("samples")
+    for label, text, found in (("exact", ">0", 64), ("Version", "2", 10), ("Advantage", ">0", 0)):
+        page.get_by_label(label, exact=True).fill(text)
+        page.get_by_text(f"{found} of 128 samples").wait_for()
+    assert "term%3Aexact=" in page.url and "version=2" in page.url
+    assert open_view(page.url.partition("#")[2]).get_by_label("exact", exact=True).input_value() == ">0"
+
+
+def test_the_document_holds_few_rows_of_many_samples(browser: "Browser", report: ReportInput, tmp_path: Path) -> None:
+    run, path = RunDirectory(report.trainings[1].run_dir), tmp_path / "many.html"
+    samples = [rollout(1, group, i, prompt=f"{group}") for group in range(2000, 2800) for i in range(4)]
+    run.write_samples("step_000001", samples, temperature=1.0)
+    path.write_text(render_report(report), encoding="utf-8")
+    with views_of(path, browser) as open_page:
+        for view, label, num_rows in (("samples", "Samples", 3300), ("step/rl/1", "Groups", 800)):
+            page = open_page(view)
+            table = page.get_by_role("table", name=label)
+            assert int(table.get_attribute("aria-rowcount") or 0) >= num_rows, view
+            for place in (0, 0.5, 1):
+                page.locator(".viewport:visible").evaluate(
+                    "(box, place) => { box.scrollTop = place * box.scrollHeight; }", place
+                )
+                page.wait_for_timeout(100)
+                assert 10 < page.locator("main tr:visible").count() <= 200, view
+
+
 def test_a_table_is_walked_by_keys_and_a_row_opens(open_view: Open) -> None:
     page = open_view("samples")
     page.locator("#view-samples tbody a").first.focus()
@@ -127,11 +155,22 @@ def test_a_group_a_step_and_a_prompt_lead_to_each_other(open_view: Open) -> None
     assert page.locator("#view-detail .group article").count() == 4
     page.get_by_role("link", name="this prompt across steps").click()
     page.get_by_role("heading", name="One prompt across steps").wait_for()
-    assert page.locator("table.groups tbody tr").count() == 6
+    assert page.locator("#view-detail tbody tr[data-place]").count() == 6
     page.get_by_role("link", name="step 3").click()
     page.get_by_role("link", name="step 3").click()
     page.get_by_role("heading", name="Step 3: 5 groups").wait_for()
     assert page.url.endswith("#step/rl/3")
+    page.get_by_role("button", name="Mean reward").click()
+    page.get_by_role("button", name="Mean reward ↑").click()
+    page.get_by_role("button", name="Mean reward ↓").wait_for()
+    means = [float(text) for text in page.locator("#view-detail tbody td.mean").all_inner_texts()]
+    assert means == sorted(means, reverse=True) and page.url.endswith("#step/rl/3?sort=-mean")
+
+
+def test_the_tab_of_the_view_is_in_sight_on_a_phone(open_view: Open) -> None:
+    page = open_view("run", width=390)
+    box = page.get_by_role("link", name="Run", exact=True).bounding_box()
+    assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
 def test_the_matrix_filters_held_out_answers(open_view: Open) -> None:
@@ -237,6 +276,19 @@ def test_without_scripts_and_in_print_the_page_is_whole(open_view: Open) -> None
         assert not page.locator("#view-samples").is_visible()
         assert page.locator("figure svg").first.is_visible()
         assert not page.locator("#views").is_visible()
+
+
+def test_a_browser_that_cannot_decompress_gets_the_page_without_scripts(
+    report: ReportInput, browser: "Browser", tmp_path: Path
+) -> None:
+    path = tmp_path / "old.html"
+    path.write_text(render_report(report), encoding="utf-8")
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(f"file://{path}#samples")
+    assert page.get_by_role("heading", name="Sample transcripts", exact=True).is_visible()
+    assert page.locator("figure svg").first.is_visible() and not page.locator("#views").is_visible()
+    page.close()
 
 
 @pytest.mark.parametrize("samples", ["none", "held-out"])

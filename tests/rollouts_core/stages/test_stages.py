@@ -23,6 +23,7 @@ from rollouts_core.stages import (
     describe_mode,
     is_training,
     kind_of,
+    label_checkpoint,
     label_of,
     stages_of,
 )
@@ -86,6 +87,21 @@ def test_a_model_has_the_label_of_the_training_that_left_it() -> None:
     assert [label_of(name) for name in ("base", "sft", "rl", "production")] == ["Base", "SFT", "RL", "production"]
     assert describe_mode("sft+rl") == "supervised fine-tuning, then reinforcement learning"
     assert describe_mode("of another version") == "of another version"
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "stage", "label"),
+    [
+        ("base", 0, "evaluate", "Base"),
+        ("rl", 40, "evaluate", "RL step 40"),
+        ("step_001000", 1000, "select-sft", "SFT step 1000"),
+        ("step_000000", 0, "select-rl", "step_000000"),
+        ("production", 40, "evaluate", "production"),
+        ("step_000004", 4, "select-later", "step_000004"),
+    ],
+)
+def test_a_scored_model_is_called_by_its_training_and_step(name: str, step: int, stage: str, label: str) -> None:
+    assert label_checkpoint(name, step, stage) == label
 
 
 @pytest.mark.parametrize(
