@@ -4,7 +4,8 @@ schedule or HTTP).
     kind        settings, and the text that must be trusted
     function    rollout.reward_fn and similar settings: the module, or its package
     program     an interpreter, an argument, a command, packages to install, an image, OpenSSH's configuration (which
-                may contain commands), a machine over SSH (which gets code, data and keys): the exact value
+                may contain commands), a machine over SSH (which gets code, data and keys), the machines to jump through
+                (which choose the machine behind them): the exact value
     secret      an environment variable and its destination: VARIABLE@URL, or VARIABLE for the run's own engines
     model       with trust_remote_code, which runs code in the model's folder: the exact path in model.path,
                 evaluate.model and evaluate.against, except for models that a run of the store made
