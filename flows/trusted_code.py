@@ -127,15 +127,18 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 
 
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
-    """The parts of a marked setting's value that need trust, each with the setting's name. Numbers and empty texts need
-    no trust."""
+    """The parts of a marked setting's value that need trust, each with the setting's name.
+
+    Empty texts, and numbers in a list of arguments, need no trust.
+    """
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []
     if kind == "secret":
         return [(setting, f"{value}@{target}" if target else value)] if value else []
-    words = [(setting, value)] if isinstance(value, str) else [(f"{setting}.{i}", word) for i, word in enumerate(value)]
-    return [(at, word) for at, word in words if word not in ("", SYSTEM_PYTHON) and not _is_number(word)]
+    if isinstance(value, str):
+        return [(setting, value)] if value not in ("", SYSTEM_PYTHON) else []
+    return [(f"{setting}.{i}", word) for i, word in enumerate(value) if word and not _is_number(word)]
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:

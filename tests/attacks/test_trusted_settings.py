@@ -131,6 +131,14 @@ def test_a_machine_runs_nothing_that_is_not_trusted(
         check(node)
 
 
+@pytest.mark.parametrize("number", ["1e5", "nan", "0x10", "7"])
+def test_a_program_named_like_a_number_needs_trust(number: str) -> None:
+    for name in ("python", "wheels", "requirements"):
+        with pytest.raises(ConfigError, match=rf"rollout\.engine\.{name} is {number}, which is not trusted in a run"):
+            check(engine={"kind": "sglang", name: number})
+    check(engine={"kind": "sglang", "extra_args": ["0.7"]})
+
+
 def test_machines_of_the_providers_own_kind_need_no_trust() -> None:
     for node in ({"kind": "local"}, RENTED, {"kind": "instance", "instance": "runpod:a"}):
         check(node)
