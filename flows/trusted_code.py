@@ -77,6 +77,12 @@ def check_trusted(
         raise ConfigError("\n".join(map(_refuse, untrusted)))
 
 
+def is_node_trusted(node: NodeSettings) -> bool:
+    """Whether a run that was requested through Prefect may use a node with these settings."""
+    trusted = {*listed(), *given_to_up()}
+    return all(is_trusted(each, trusted) for each in find_marked(node, "node"))
+
+
 def _refuse(named: Named) -> str:
     what = "names code of" if named.kind in ("function", "model") else "is"
     return (

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from rollouts.flows.cancellation import release_for
 from rollouts.flows.credential_variables import check_carried
 from rollouts.flows.credentials import FIELDS, variables_in, variables_of
 from rollouts.flows.deployments import Deployment, save_deployments
@@ -137,6 +140,21 @@ def test_a_program_named_like_a_number_needs_trust(number: str) -> None:
         with pytest.raises(ConfigError, match=rf"rollout\.engine\.{name} is {number}, which is not trusted in a run"):
             check(engine={"kind": "sglang", name: number})
     check(engine={"kind": "sglang", "extra_args": ["0.7"]})
+
+
+def test_a_node_that_was_changed_after_the_check_is_not_used_to_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of Prefect may change a run's parameters and cancel it."""
+    released: list[str] = []
+    monkeypatch.setattr("rollouts.flows.cancellation.release_leases", lambda held: released.append("node") or "")
+    monkeypatch.setattr(
+        "rollouts.flows.cancellation.release_without_settings", lambda run_id, store: released.append("here") or ""
+    )
+    for node in ({"kind": "local"}, {"kind": "local", "python": "/tmp/evil.sh"}, SSH):
+        parameters = {"config": {}, "node": node, "run": {"name": "a", "store": str(tmp_path)}}
+        release_for(FlowRun(flow_id=uuid4(), deployment_id=uuid4(), parameters=parameters))
+    assert released == ["node", "here", "here"]
 
 
 def test_machines_of_the_providers_own_kind_need_no_trust() -> None:
