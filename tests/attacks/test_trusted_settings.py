@@ -7,6 +7,7 @@ let them run it as the user that serves, and a variable with a cloud's key could
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from uuid import uuid4
@@ -147,10 +148,13 @@ def test_a_node_that_was_changed_after_the_check_is_not_used_to_end_a_run(
 ) -> None:
     """Every user of Prefect may change a run's parameters and cancel it."""
     released: list[str] = []
-    monkeypatch.setattr("rollouts.flows.cancellation.release_leases", lambda held: released.append("node") or "")
-    monkeypatch.setattr(
-        "rollouts.flows.cancellation.release_without_settings", lambda run_id, store: released.append("here") or ""
-    )
+
+    def release(place: str, *_: object) -> str:
+        released.append(place)
+        return ""
+
+    monkeypatch.setattr("rollouts.flows.cancellation.release_leases", partial(release, "node"))
+    monkeypatch.setattr("rollouts.flows.cancellation.release_without_settings", partial(release, "here"))
     for node in ({"kind": "local"}, {"kind": "local", "python": "/tmp/evil.sh"}, SSH):
         parameters = {"config": {}, "node": node, "run": {"name": "a", "store": str(tmp_path)}}
         release_for(FlowRun(flow_id=uuid4(), deployment_id=uuid4(), parameters=parameters))
