@@ -45,6 +45,7 @@ from rollouts.flows.credentials import run_with_credentials
 from rollouts.flows.form import HeldNode
 from rollouts.flows.short_form import held_tables
 from rollouts.flows.store import with_store
+from rollouts.flows.trusted_code import is_node_trusted
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.interrupts import interrupted_if
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -194,8 +195,15 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
     flow_run_logger(flow_run, flow).info("cancelled: %s", release_for(flow_run))
 
 
-def release_for(flow_run: FlowRun) -> str:
-    """Release the run's jobs and machines, with the run's credentials, and return a sentence about the actions."""
+def release_for(flow_run: FlowRun, *, is_trusted: bool = False) -> str:
+    """Release the run's jobs and machines, with the run's credentials, and return a sentence about the actions.
+
+    Every user with the server's password can change a run's parameters after they were checked. An untrusted node of a
+    run of a deployment is therefore not used: only the run's local jobs and rented machines are released.
+
+    Args:
+        is_trusted: True to use the node without a check, for a command of the store's user.
+    """
     tables = held_tables(flow_run.parameters)
     if "node" not in tables:  # the run of a tool has no jobs or machines
         return "nothing was left to give back"
@@ -203,6 +211,8 @@ def release_for(flow_run: FlowRun) -> str:
     try:
         node = NODE_SETTINGS.validate_python(tables["node"])
     except ValidationError:  # the run was cancelled before it checked its settings
+        return release_without_settings(str(flow_run.id), Path(options.get("store", ".rollouts")).resolve())
+    if flow_run.deployment_id is not None and not (is_trusted or is_node_trusted(node)):
         return release_without_settings(str(flow_run.id), Path(options.get("store", ".rollouts")).resolve())
     held = HeldByRun(
         run_id=str(flow_run.id),

@@ -172,13 +172,11 @@ def check_doubled(values: Values, offered: Callable[[], Values]) -> None:
 def held_tables(parameters: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     """The settings of a run as tables, from its parameters of the full form or the short form.
 
-    Empty if the TOML of the short form is invalid. Settings in [run] of a wrong type, which Prefect checks only in the
-    full form, are left out. A run with such mistakes failed before it used jobs or machines.
+    Empty if the TOML of the short form is invalid. Settings in [run] of a wrong type are left out: Prefect checks types
+    only when it starts a run. A run with such mistakes failed before it used jobs or machines.
     """
-    if not is_short(parameters):
-        return parameters
     try:
-        tables = tables_of(parameters)
+        tables = tables_of(parameters) if is_short(parameters) else parameters
     except ConfigError:
         return {}
     held = {name: table for name, table in tables.items() if isinstance(table, Mapping)}
@@ -207,9 +205,9 @@ def _given(values: Values) -> Iterator[tuple[str, str, Any]]:  # Any: JSON
 
 def _read_toml(values: Values, name: str, title: str) -> Tables:
     text = values.get(name) or ""
+    if not isinstance(text, str):
+        raise ConfigError(f"{SOURCE}: {title} is {_shown(text)}: expected a text in TOML")
     try:
-        if not isinstance(text, str):
-            raise ValueError(f"expected a text, found {_shown(text)}")
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{SOURCE}: {title} is not valid TOML: {error}") from error

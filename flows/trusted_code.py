@@ -4,7 +4,8 @@ schedule or HTTP).
     kind        settings, and the text that must be trusted
     function    rollout.reward_fn and similar settings: the module, or its package
     program     an interpreter, an argument, a command, packages to install, an image, OpenSSH's configuration (which
-                may contain commands), a machine over SSH (which gets code, data and keys): the exact value
+                may contain commands), a machine over SSH (which gets code, data and keys), the machines to jump through
+                (which choose the machine behind them): the exact value
     secret      an environment variable and its destination: VARIABLE@URL, or VARIABLE for the run's own engines
     model       with trust_remote_code, which runs code in the model's folder: the exact path in model.path,
                 evaluate.model and evaluate.against, except for models that a run of the store made
@@ -76,6 +77,12 @@ def check_trusted(
         raise ConfigError("\n".join(map(_refuse, untrusted)))
 
 
+def is_node_trusted(node: NodeSettings) -> bool:
+    """Whether a run that was requested through Prefect may use a node with these settings."""
+    trusted = {*listed(), *given_to_up()}
+    return all(is_trusted(each, trusted) for each in find_marked(node, "node"))
+
+
 def _refuse(named: Named) -> str:
     what = "names code of" if named.kind in ("function", "model") else "is"
     return (
@@ -126,15 +133,18 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 
 
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
-    """The parts of a marked setting's value that need trust, each with the setting's name. Numbers and empty texts need
-    no trust."""
+    """The parts of a marked setting's value that need trust, each with the setting's name.
+
+    Empty texts, and numbers in a list of arguments, need no trust.
+    """
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []
     if kind == "secret":
         return [(setting, f"{value}@{target}" if target else value)] if value else []
-    words = [(setting, value)] if isinstance(value, str) else [(f"{setting}.{i}", word) for i, word in enumerate(value)]
-    return [(at, word) for at, word in words if word not in ("", SYSTEM_PYTHON) and not _is_number(word)]
+    if isinstance(value, str):
+        return [(setting, value)] if value not in ("", SYSTEM_PYTHON) else []
+    return [(f"{setting}.{i}", word) for i, word in enumerate(value) if word and not _is_number(word)]
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:

@@ -100,7 +100,7 @@ class SSHMachine(PackageSettings):
     key in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
     """File in OpenSSH's format for looking up the machine's host key."""
-    proxy_jump: str = ""
+    proxy_jump: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Machines to jump through, as for `ssh -J`: user@bastion:port or a name in ~/.ssh/config, separated by commas."""
     ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave `ssh_config` empty for ~/.ssh/config."""

@@ -17,6 +17,9 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.secret_file import OWN_FILE, own_folder
+
 DATABASE = "prefect.db"
 """Name of Prefect's database in its home."""
 OTHERS_MAY_WRITE = 0o022
@@ -59,10 +62,12 @@ def copy_template(template: Path, home: Path) -> bool:
 
 
 def keep_template(home: Path, template: Path) -> None:
-    """Write the tables of a new database, without rows, to the user's cache. Nothing is written if that fails."""
+    """Write the tables of a new database, without rows, to the user's cache. Nothing is written if that fails, or if
+    other users could write into the cache. Until its rows are deleted, the copy may hold secrets."""
     partial = template.with_name(f"{template.name}.{os.getpid()}.partial")
-    with suppress(OSError, sqlite3.Error):
-        template.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError, sqlite3.Error, PermanentInfraError):
+        own_folder(template.parent)
+        partial.touch(mode=OWN_FILE, exist_ok=False)  # SQLite would follow a link, and let other users read the copy
         with closing(sqlite3.connect(home / DATABASE)) as database:
             database.execute("VACUUM INTO ?", (str(partial),))
         with closing(sqlite3.connect(partial, isolation_level=None)) as database:

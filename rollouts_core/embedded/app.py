@@ -52,6 +52,7 @@ from rollouts_core.embedded.protocol import (
     group_from_json,
     group_name_from_json,
     load_to_json,
+    needs_time,
     parse_generate,
     progress_to_json,
     segments_from_json,
@@ -123,8 +124,7 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None, *, n
 async def _generate(model: ServedModel, request: Request) -> Response:
     body = await read_body(request)
     parse = partial(parse_generate, body, model.encode(), context_length=model.scheduler.decoder.context_length)
-    has_text = isinstance(body, dict) and body.get("text") is not None
-    call = await model.prepare(parse) if has_text else parse()
+    call = await model.prepare(lambda: model.checked(parse())) if needs_time(body) else parse()
     if call.is_stream:
         return StreamingResponse(_stream(model, call), media_type="text/event-stream")
     completions = await complete_all(request, model.scheduler, call.requests)

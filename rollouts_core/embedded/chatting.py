@@ -98,9 +98,7 @@ def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
         sampling["skip_special_tokens"] = False  # some models mark tool calls with special tokens
     prompt = form.encode(chat.messages, chat.tools, context_length=decoder.context_length)
     body = {**chat.fields, "input_ids": prompt, "sampling_params": sampling}
-    call = parse_generate(body, None, context_length=decoder.context_length)
-    for asked in call.requests:
-        model.scheduler.check(asked)
+    call = model.checked(parse_generate(body, None, context_length=decoder.context_length))
     return ChatCall(generate=call, form=form if reads_turns else None, tools=chat.tools)
 
 

@@ -10,6 +10,7 @@ llguidance is optional: `pip install "rollouts[constraints]"`. Log-probs are nor
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +21,16 @@ from torch import Tensor
 from rollouts_core.embedded.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 WHITE_SPACE = r"[\n ]{0,8}"
 """Pattern of permitted white space between two elements of JSON. Without a limit, some models write white space
 forever."""
+MAX_LEXER_FUEL = 60_000
+"""Limit of llguidance's work on the expressions of a grammar. `((a{1000}){1000}){1000}` uses up any limit: 5 s and
+250 MB per completion with llguidance's default, 0.2 s and 10 MB with this one. A schema of `MAX_GRAMMAR_CHARS`
+characters needs less."""
+NUM_REMEMBERED = 32
+"""Number of grammars whose check is remembered. All completions of a request have the same few grammars."""
 
 
 class Constraints:
@@ -40,6 +47,7 @@ class Constraints:
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
         self._known: LLTokenizer | None = None
+        self._find_problem = lru_cache(maxsize=NUM_REMEMBERED)(self._validate)
 
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError if the engine cannot enforce the constraint of a request."""
@@ -48,18 +56,22 @@ class Constraints:
         if self._tokenizer is None:
             raise ValueError("json_schema and regex need a tokenizer.json in the model directory.")
         try:
-            from llguidance import LLMatcher
+            problem = self._find_problem(params.json_schema, params.regex)
         except ImportError as error:
             message = 'json_schema and regex need llguidance on the server: pip install "rollouts[constraints]".'
             raise ValueError(message) from error
-        tokenizer = self._make_tokenizer()
-        try:
-            problem = LLMatcher.validate_grammar(_grammar(params), tokenizer)
-        except ValueError as error:  # raised if the schema is not JSON
-            problem = str(error)
         if problem:
             name = "json_schema" if params.json_schema else "regex"
             raise ValueError(f"{name} is not supported: {problem.strip()[:400]}")
+
+    def _validate(self, json_schema: str, regex: str) -> str:
+        """The reason why llguidance cannot enforce a schema or an expression; empty if it can."""
+        from llguidance import LLMatcher
+
+        try:
+            return LLMatcher.validate_grammar(_grammar(json_schema, regex), self._make_tokenizer(), limits=_limits())
+        except ValueError as error:  # raised if the schema is not JSON
+            return str(error)
 
     def begin(self, params: SamplingParams, output_ids: Sequence[int]) -> Constraint | None:
         """The constraint of a completion that has `output_ids` so far; None if the request has no constraint."""
@@ -67,7 +79,8 @@ class Constraints:
             return None
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._make_tokenizer(), _grammar(params))
+        grammar = _grammar(params.json_schema, params.regex)
+        matcher = LLMatcher(self._make_tokenizer(), grammar, limits=_limits())
         matcher.consume_tokens(list(output_ids))
         return Constraint(matcher)
 
@@ -110,9 +123,15 @@ class Constraint:
         self._matcher.consume_token(token_id)
 
 
-def _grammar(params: SamplingParams) -> str:
+def _grammar(json_schema: str, regex: str) -> str:
     from llguidance import LLMatcher
 
-    if params.json_schema:
-        return LLMatcher.grammar_from_json_schema(params.json_schema, overrides={"whitespace_pattern": WHITE_SPACE})
-    return LLMatcher.grammar_from_regex(params.regex)
+    if json_schema:
+        return LLMatcher.grammar_from_json_schema(json_schema, overrides={"whitespace_pattern": WHITE_SPACE})
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=MAX_LEXER_FUEL)

@@ -25,10 +25,13 @@ SMALL_BODY_BYTES = 64 * 2**10
 MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
 """Limit of opening brackets in a request body, also inside strings. Parsing millions of lists would block the event
 loop for seconds."""
+MAX_CHAT_BRACKETS = MAX_WAITING_REQUESTS
+"""Limit of opening brackets in a request that may contain a chat. pydantic needs 40 microseconds per part of a message,
+and blocks the event loop meanwhile."""
 TOKENIZER_PATHS = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+CHAT_PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
 BODY_BYTES = {
-    **dict.fromkeys(("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages"), MAX_BODY_BYTES),
-    **dict.fromkeys(("/v1/messages/count_tokens", *TOKENIZER_PATHS), MAX_BODY_BYTES),
+    **dict.fromkeys(("/generate", "/v1/completions", *CHAT_PATHS, *TOKENIZER_PATHS), MAX_BODY_BYTES),
     "/update_weights_from_segments": NAMES_BODY_BYTES,
     "/begin_weight_update": NAMES_BODY_BYTES,
     "/update_weights_from_distributed": NAMES_BODY_BYTES,
@@ -44,7 +47,8 @@ class UnknownModelError(RequestError):
 
 async def read_body(request: Request) -> Json:
     """Read and parse the JSON body of a request."""
-    return parse_json(await read_bytes(request))
+    is_chat = request.url.path in (*CHAT_PATHS, *TOKENIZER_PATHS)
+    return parse_json(await read_bytes(request), MAX_CHAT_BRACKETS if is_chat else MAX_BRACKETS)
 
 
 async def read_object(request: Request) -> dict[str, Json]:
@@ -70,10 +74,10 @@ async def read_bytes(request: Request) -> bytearray:
     return content
 
 
-def parse_json(content: bytearray) -> Json:
+def parse_json(content: bytearray, max_brackets: int = MAX_BRACKETS) -> Json:
     """Parse the JSON of a request body. Raises RequestError or ContractError if this fails."""
-    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
-        raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
+    if content.count(b"[") + content.count(b"{") > max_brackets:
+        raise RequestError(f"The request has more than {max_brackets} lists and objects: send less at once.")
     try:
         return orjson.loads(content)
     except ValueError as error:

@@ -36,7 +36,7 @@ from rollouts_core.embedded.openai_requests import (
     TokenizeRequest,
     parse_request,
 )
-from rollouts_core.embedded.protocol import MAX_CHARS_PER_TOKEN, GenerateCall, Json, parse_generate
+from rollouts_core.embedded.protocol import MAX_CHARS_PER_TOKEN, GenerateCall, Json, needs_time, parse_generate
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, complete
 from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.embedded.scoring import Alternatives
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from rollouts_core.data.dialects import Piece, ToolCall
 
 EVENT_STREAM = "text/event-stream"
+MAX_REPEATED_TOKENS = 2**18
+"""Limit of the tokens of prompts in an answer with `echo` or `return_token_ids`. A token may have 256 characters."""
 DONE = b"data: [DONE]\n\n"
 UNFINISHED = FinishReason("length")
 """Placeholder for the finish reason of an unfinished completion."""
@@ -219,9 +221,8 @@ async def complete_text(model: ServedModel, request: Request) -> Response:
     generate = asked.generate_body()
     context_length = model.scheduler.decoder.context_length
     parse = partial(parse_generate, generate, model.encode(), context_length=context_length)
-    call = await model.prepare(parse) if "text" in generate else parse()
-    for each in call.requests:
-        model.scheduler.check(each)
+    call = await model.prepare(lambda: model.checked(parse())) if needs_time(generate) else model.checked(parse())
+    _check_repeated(asked, call)
     head = Head(model=asked.model, kind="text_completion", id=f"cmpl-{uuid.uuid4().hex}")
     if asked.stream:
         return StreamingResponse(_stream_text(model, asked, call, head), media_type=EVENT_STREAM)
@@ -231,6 +232,16 @@ async def complete_text(model: ServedModel, request: Request) -> Response:
         text = model.text_of_completion(completion, each.params)
         choices.append(_text_choice(model, asked, index, each, completion, text=text, begin=None))
     return json_answer(head.body(choices, **_closing_fields(model, asked, call, completions)))
+
+
+def _check_repeated(asked: CompletionRequest, call: GenerateCall) -> None:
+    """Raise RequestError if the answer would repeat too many tokens of prompts. Each completion repeats its prompt."""
+    count = sum(len(each.input_ids) for each in call.requests) if asked.echo or asked.return_token_ids else 0
+    if count > MAX_REPEATED_TOKENS:
+        raise RequestError(
+            f"With echo or return_token_ids an answer may have at most {MAX_REPEATED_TOKENS} tokens of prompts, and "
+            f"this one would have {count}: lower n, or send fewer prompts at once."
+        )
 
 
 async def _stream_text(
@@ -411,9 +422,11 @@ def _tokenize(model: ServedModel, asked: TokenizeRequest) -> list[Json]:
     prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
     if max(map(len, prompts), default=0) > most:
         raise RequestError(f"A text may have at most {most} characters here, found {max(map(len, prompts))}.")
-    found = tokenizer.encode_batch_fast(prompts, add_special_tokens=asked.add_special_tokens)
-    ids = [list(each.ids) for each in found]
-    return ids[0] if isinstance(asked.prompt, str) else list(ids)
+
+    def encode(prompt: str) -> list[int]:  # one at a time, because the tokenizer needs 100 bytes per character
+        return list(tokenizer.encode_batch_fast([prompt], add_special_tokens=asked.add_special_tokens)[0].ids)
+
+    return encode(asked.prompt) if isinstance(asked.prompt, str) else [encode(prompt) for prompt in prompts]
 
 
 async def detokenize(model: ServedModel, request: Request) -> Response:

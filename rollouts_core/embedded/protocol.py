@@ -36,6 +36,9 @@ MAX_CHARS_PER_TOKEN = 32
 it, which would take minutes and gigabytes. Most texts have four characters per token."""
 MAX_NAMED_TOKENS = 2**18
 """Limit of entries in `stop_token_ids` and in `logit_bias`. The engine searches these entries at every token."""
+MAX_EXPRESSIONS = 32
+"""Limit of different stop patterns, regular expressions and JSON schemas in a request. Compiling one may take half a
+second."""
 MAX_LOGPROBS = 2**21
 """Limit of log-probs in an answer besides the log-probs of the sampled tokens. So many log-probs make 100 MB of
 JSON."""
@@ -54,6 +57,9 @@ SAMPLING_FIELDS = (
     *("watermark", "choice"),
 )
 """All sampling parameters of SGLang, in the order of SGLang's error text."""
+
+EXPRESSION_FIELDS = ("stop_regex", "json_schema", "regex")
+"""Sampling parameters that are compiled."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "choice": ([], {}, ""),
@@ -137,6 +143,7 @@ def parse_generate(
             raise _unsupported(name)
     prompts, is_batch = _prompts(body, encode, context_length)
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
+    _check_num_expressions(params_of_prompts)
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
     if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # checked before a record per completion is created
@@ -167,6 +174,14 @@ def parse_generate(
         wants_logprobs=True in wanted,
         is_stream=_boolean("stream", body.get("stream")),
     )
+
+
+def needs_time(body: Json) -> bool:
+    """True if `parse_generate` tokenizes text or compiles expressions, which would keep the event loop busy."""
+    if not isinstance(body, dict):
+        return False
+    params = body.get("sampling_params")
+    return body.get("text") is not None or bool(_expressions(params if isinstance(params, list) else [params]))
 
 
 def sampling_params_from_json(value: Json) -> SamplingParams:
@@ -543,6 +558,24 @@ def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} values, but the request has {count} prompts.")
     return value
+
+
+def _check_num_expressions(params_of_prompts: Sequence[Json]) -> None:
+    if (count := len(_expressions(params_of_prompts))) > MAX_EXPRESSIONS:
+        raise RequestError(
+            f"A request may have at most {MAX_EXPRESSIONS} different expressions in {', '.join(EXPRESSION_FIELDS)}, "
+            f"found {count}: send fewer prompts at once."
+        )
+
+
+def _expressions(params_of_prompts: Sequence[Json]) -> set[str]:
+    """The different expressions in the sampling parameters. `sampling_params_from_json` checks their types."""
+    found: set[str] = set()
+    for params in params_of_prompts:
+        for name in EXPRESSION_FIELDS if isinstance(params, dict) else ():
+            value = params.get(name)
+            found.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
+    return found
 
 
 def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:

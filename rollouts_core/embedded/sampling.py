@@ -35,6 +35,8 @@ MIN_TEMPERATURE = 1e-6
 """A request with a lower temperature is greedy: it gets the most probable token. SGLang has the same limit."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 256
+"""Limit of characters of a stop string. Every step searches the stop strings of every completion."""
 MAX_STOP_PATTERNS = 32
 MAX_PATTERN_BYTES = 256
 MAX_GRAMMAR_CHARS = 2**16
@@ -112,6 +114,8 @@ class SamplingParams:
                 raise ValueError(f"{demand}, got {getattr(self, demand.split()[0])}.")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
+            raise ValueError(f"a stop string may have at most {MAX_STOP_CHARS} characters, got {longest}")
         _check_patterns(self.stop_regex)
         if self.json_schema and self.regex:
             raise ValueError("Only one of json_schema and regex can be set.")

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from rollouts_core.embedded.chat_model import ChatModel
 from rollouts_core.embedded.exchange import UnknownModelError
+from rollouts_core.embedded.protocol import GenerateCall
 from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
@@ -64,6 +65,16 @@ class ServedModel:
         known = (self.name, str(self.scheduler.model_dir))
         if name not in known:
             raise UnknownModelError(f"The model {name[:200]!r} is not served here: ask for {self.name!r}.")
+
+    def checked(self, call: GenerateCall) -> GenerateCall:
+        """The call, if the model supports its requests. Checking JSON schemas and regular expressions is slow.
+
+        Raises:
+            RequestError: the model does not support a request.
+        """
+        for asked in call.requests:
+            self.scheduler.check(asked)
+        return call
 
     async def prepare(self, make: Callable[[], ResultT]) -> ResultT:
         """Run `make`, which tokenizes text, in a thread and return its result. Only one call runs at a time."""

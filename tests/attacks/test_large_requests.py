@@ -109,6 +109,82 @@ def test_a_request_of_more_than_the_engine_takes_is_refused_at_once(
     assert ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": SHORT}).status_code == 200
 
 
+CLASSES = "(?i)" + "[ -\uffff]" * 30
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        (
+            "/generate",
+            {"input_ids": [[3]] * 40, "sampling_params": [{"stop_regex": f"{CLASSES}{each}"} for each in range(40)]},
+            "at most 32 different expressions",
+        ),
+        (
+            "/generate",
+            {"input_ids": [[3]] * 40, "sampling_params": [{"regex": "a" * each} for each in range(1, 41)]},
+            "at most 32 different expressions",
+        ),
+        ("/generate", {"input_ids": [3], "sampling_params": {"stop": ["a" * 257]}}, "at most 256 characters, got 257"),
+        ("/v1/completions", {"prompt": [3], "stop": "a" * (30 << 20)}, "at most 256 characters"),
+        (
+            "/v1/completions",
+            {"prompt": [[3] * 63] * 5, "n": 1024, "max_tokens": 0, "echo": True},
+            "at most 262144 tokens of prompts",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [[3] * 63] * 5, "n": 1024, "max_tokens": 0, "return_token_ids": True},
+            "at most 262144 tokens of prompts",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text"}] * 60000}] * 8},
+            "lists and objects: send less at once",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [{"type": "text"}] * 60000}] * 8},
+            "lists and objects: send less at once",
+        ),
+    ],
+    ids=["stop patterns", "expressions", "stop", "30 MB stop", "echo", "token ids", "blocks", "parts"],
+)
+def test_a_short_request_for_much_work_or_text_is_refused_at_once(
+    scheduler: Scheduler, path: str, asked: dict[str, Any], words: str
+) -> None:
+    before, began = held_mb(), time.monotonic()
+    answer = ask(
+        scheduler, "POST", path, asked if path == "/generate" else {"model": str(scheduler.model_dir), **asked}
+    )
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text[:300]
+    assert time.monotonic() - began < 10  # a request that is not refused takes minutes
+    assert held_mb() - before < 300
+
+
+def test_a_stop_pattern_is_compiled_beside_the_event_loop(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiling, may_end = threading.Event(), threading.Event()
+
+    def compile_slowly(_: tuple[str, ...]) -> None:
+        is_compiling.set()
+        assert may_end.wait(20)
+
+    monkeypatch.setattr("rollouts_core.embedded.sampling._check_patterns", compile_slowly)
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        body = {"input_ids": [3], "sampling_params": {**SHORT, "stop_regex": "a+"}}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        while not is_compiling.is_set():
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health")).status_code == 200
+        may_end.set()
+        assert (await asked).status_code == 200
+
+    talk(scheduler, conversation)
+
+
 MESSAGE = b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": '
 
 

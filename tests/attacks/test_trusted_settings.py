@@ -7,13 +7,17 @@ let them run it as the user that serves, and a variable with a cloud's key could
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from rollouts.flows.cancellation import release_for
 from rollouts.flows.credential_variables import check_carried
 from rollouts.flows.credentials import FIELDS, variables_in, variables_of
 from rollouts.flows.deployments import Deployment, save_deployments
@@ -38,7 +42,7 @@ JUDGE = {"kind": "judge", "model": "m", "api_key_variable": "AWS_SECRET_ACCESS_K
 HARMLESS = {
     *("name", "store", "publish", "credentials", "register_as", "fresh", "report_to"),  # RunOptions
     *("model", "against", "data", "sources", "cron", "time_zone", "overlap"),  # EvaluateConfig, RetrainConfig, schedule
-    *("kind", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts", "proxy_jump"),
+    *("kind", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts"),
     *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
     *(
         "mode",
@@ -113,6 +117,7 @@ def check(node: dict[str, Any] | None = None, **rollout: Any) -> None:  # Any: s
         (SSH | {"python": "/tmp/evil.sh"}, "node.python"),
         (SSH | {"package_index": "http://evil.example/simple"}, "node.package_index"),
         (SSH | {"requirements": "/tmp/evil.txt"}, "node.requirements"),
+        (SSH | {"proxy_jump": "me@evil.example", "host_key": f"SHA256:{'e' * 43}"}, "node.proxy_jump"),
         (SSH | {"trainer_nodes": [{"host": "me@10.0.0.9", "python": "/usr/bin/python3"}]}, "node.trainer_nodes.0.host"),
         ({"kind": "instance", "instance": "runpod:a", "python": "/tmp/evil.sh"}, "node.python"),
         (RENTED | {"setup": ["true", "curl evil.example"]}, "node.setup.1"),
@@ -128,6 +133,32 @@ def test_a_machine_runs_nothing_that_is_not_trusted(
         ConfigError, match=f"^{setting} is .*which is not trusted in a run that was requested through Prefect"
     ):
         check(node)
+
+
+@pytest.mark.parametrize("number", ["1e5", "nan", "0x10", "7"])
+def test_a_program_named_like_a_number_needs_trust(number: str) -> None:
+    for name in ("python", "wheels", "requirements"):
+        with pytest.raises(ConfigError, match=rf"rollout\.engine\.{name} is {number}, which is not trusted in a run"):
+            check(engine={"kind": "sglang", name: number})
+    check(engine={"kind": "sglang", "extra_args": ["0.7"]})
+
+
+def test_a_node_that_was_changed_after_the_check_is_not_used_to_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of Prefect may change a run's parameters and cancel it."""
+    released: list[str] = []
+
+    def release(place: str, *_: object) -> str:
+        released.append(place)
+        return ""
+
+    monkeypatch.setattr("rollouts.flows.cancellation.release_leases", partial(release, "node"))
+    monkeypatch.setattr("rollouts.flows.cancellation.release_without_settings", partial(release, "here"))
+    for node in ({"kind": "local"}, {"kind": "local", "python": "/tmp/evil.sh"}, SSH):
+        parameters = {"config": {}, "node": node, "run": {"name": "a", "store": str(tmp_path)}}
+        release_for(FlowRun(flow_id=uuid4(), deployment_id=uuid4(), parameters=parameters))
+    assert released == ["node", "here", "here"]
 
 
 def test_machines_of_the_providers_own_kind_need_no_trust() -> None:

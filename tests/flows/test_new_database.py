@@ -5,6 +5,7 @@ Without the copy each new store waits for Prefect's migrations. With a wrong one
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -57,12 +58,35 @@ def test_what_cannot_be_trusted_is_not_copied(template: Path, tmp_path: Path, ha
         template.unlink()
     elif harm == "cut":
         template.write_bytes(template.read_bytes()[:-4096])
-    elif harm == "another kind":
+    elif harm == "of another kind":
         template.write_bytes(b"hello")
     else:
-        (template if harm == "open file" else template.parent).chmod(0o777)
+        (template if harm == "file others may write" else template.parent).chmod(0o777)
     assert not copy_template(template, tmp_path / "home")
     assert not any((tmp_path / "home").iterdir())
+
+
+def test_nothing_is_kept_where_others_may_write(tmp_path: Path) -> None:
+    """Other users could read the rows before these are deleted, or plant a link through which the copy is written."""
+    make_database(tmp_path / DATABASE)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    keep_template(tmp_path, cache / "prefect-3.db")
+    assert not any(cache.iterdir())
+
+
+def test_a_copy_is_kept_for_its_user_alone_and_used_with_each_umask(tmp_path: Path) -> None:
+    make_database(tmp_path / DATABASE)
+    template = tmp_path / "cache" / "rollouts" / "prefect-3.db"
+    before = os.umask(0o002)
+    try:
+        keep_template(tmp_path, template)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (template, template.parent)] == [0o600, 0o700]
+    (tmp_path / "home").mkdir()
+    assert copy_template(template, tmp_path / "home")
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:

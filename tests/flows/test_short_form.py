@@ -282,6 +282,9 @@ def test_the_end_of_a_run_finds_its_machine_and_options(values: dict[str, Any]) 
     assert held_tables(more(values, run=wrong))["run"] == {"name": "small"}
     assert held_tables({**values, "data": "sft = 'a'\n'sft.b' = 1"})["run"]["name"] == "small"
     assert held_tables({"run": {"name": "full"}}) == {"run": {"name": "full"}}
+    # Prefect accepts every JSON as parameters of a run, and one run must not end the upkeep of all others
+    assert held_tables({"run": {"name": "full", "store": 5}}) == {"run": {"name": "full"}}
+    assert held_tables({**values, MORE: 5}) == held_tables({**values, "data": [1]}) == {}
 
 
 def test_a_deployment_of_the_short_form_is_kept_with_the_store_that_serves_it(folder: Path, tmp_path: Path) -> None:

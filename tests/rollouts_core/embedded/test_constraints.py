@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,6 +115,44 @@ def test_a_constraint_survives_a_retraction(scheduler: Scheduler) -> None:
 def test_what_cannot_be_followed_is_refused(scheduler: Scheduler, sampling: dict[str, Any], words: str) -> None:
     answer = ask(scheduler, "POST", "/generate", {"input_ids": [5], "sampling_params": sampling})
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
+
+
+def test_an_expression_of_nested_repetitions_is_given_up_within_a_second(scheduler: Scheduler) -> None:
+    """Its automaton has a billion states. With llguidance's default limit, each completion takes five seconds."""
+    began = time.process_time()
+    answers = complete(scheduler, *[{"regex": "((a{1000}){1000}){1000}"}] * 4)
+    assert time.process_time() - began < 4
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["stop"] * 4
+
+
+def test_a_schema_is_checked_once_for_all_completions_of_a_request(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One check of a large schema takes a tenth of a second, and a request may have 1024 completions."""
+    from llguidance import LLMatcher
+
+    checked: list[str] = []
+
+    class CountingMatcher(LLMatcher):
+        @staticmethod
+        def validate_grammar(grammar: str, *arguments: Any, **named: Any) -> str:
+            checked.append(threading.current_thread().name)
+            return LLMatcher.validate_grammar(grammar, *arguments, **named)
+
+    monkeypatch.setattr("llguidance.LLMatcher", CountingMatcher)
+    body = {"input_ids": [40], "sampling_params": {"regex": "b{2}", "n": 5}}
+    assert ask(scheduler, "POST", "/generate", body).status_code == 200
+    assert len(checked) == 1 and "AnyIO worker" in checked[0], "the event loop must not wait for it"
+
+
+@pytest.mark.parametrize("name", ["json_schema", "regex"])
+def test_the_largest_usual_grammar_is_followed(scheduler: Scheduler, name: str) -> None:
+    each = {f"p{i}": {"enum": [f"{'x' * 9}{k}{i}" for k in range(10)]} for i in range(300)}
+    schema = json.dumps({"type": "object", "properties": each, "required": [*each]})
+    expression = "|".join(f"{number}{'word' * 4}" for number in range(3000))
+    asked = {"json_schema": schema, "regex": expression}[name]
+    [answer] = complete(scheduler, {name: asked, "max_new_tokens": 40, "sampling_seed": 1})
+    assert len(asked) > 55_000 and len(answer["text"]) >= 16
 
 
 def test_without_the_extra_the_refusal_names_it(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
