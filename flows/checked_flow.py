@@ -25,7 +25,7 @@ from rollouts.flows.form import check_names
 
 FlowP = ParamSpec("FlowP")
 ResultT = TypeVar("ResultT")
-_bind = getattr(prefect.flow_engine, "_flow_parameters", None)
+_bind: Callable[..., dict[str, Any]] | None = getattr(prefect.flow_engine, "_flow_parameters", None)
 """Prefect's binding, which has no public hook. None in a version of Prefect without this function."""
 
 
