@@ -49,6 +49,7 @@ from rollouts.flows.commands.status import status
 from rollouts.flows.commands.terminal import (
     DEFAULT_STORE,
     LOOKING_FOR_SERVER,
+    AsJson,
     Port,
     Store,
     console,
@@ -120,7 +121,6 @@ PresetName = Annotated[
         autocompletion=complete_preset,
     ),
 ]
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 
 app = create_app()
 
@@ -188,7 +188,9 @@ def load_chosen(
 
 
 def evaluate(
-    config: ConfigFile,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN", help="TOML, JSON or Python file. With --lm-eval: a model to score.")
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -204,13 +206,104 @@ def evaluate(
     name: Annotated[str, typer.Option(help="Name of the evaluation; default: the run's name and -evaluate.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Score again even if the same scores exist.")] = False,
     port: Port = 0,
+    lm_eval: Annotated[
+        str, typer.Option(metavar="TASK[,TASK]", help="Score RUN on these tasks of lm-evaluation-harness.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, help="With --lm-eval: number of rows per task to score (0: all).")] = 0,
+    include_path: Annotated[str, typer.Option(metavar="DIR", help="With --lm-eval: folder with your own tasks.")] = "",
+    lm_eval_args: Annotated[
+        str, typer.Option(metavar="'--A B'", help="Further arguments for lm-evaluation-harness.")
+    ] = "",
+    harness_python: Annotated[
+        str, typer.Option(metavar="PATH", help="Interpreter that has lm_eval; default: it is installed in the store.")
+    ] = "",
+    harness_wheels: Annotated[
+        str, typer.Option(metavar="DIR", help="Install lm_eval from the wheels in this folder.")
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(metavar="KIND", help="With --lm-eval: embedded (default), sglang or vllm.")
+    ] = "",
+    gpus: Annotated[str, typer.Option(metavar="0,1", help="With --lm-eval: GPUs of sglang or vllm.")] = "",
+    engine_python: Annotated[
+        str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")
+    ] = "",
+    engine_args: Annotated[
+        str, typer.Option(metavar="'--A B'", help="Further arguments for the server of sglang or vllm.")
+    ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Score a model on held-out rows with the settings of CONFIG, as a run of CONFIG does at its end.
 
     Earlier scores with the same settings and rows are reused.
+
+    With --lm-eval, lm-evaluation-harness scores a run, a registered model or a folder on its tasks, and the base model
+    of the run on the same rows. The command serves the models as `rollouts serve` does.
     """
-    assignments = list(arguments or [])
-    model = assignments.pop(0) if assignments and not is_assignment(assignments[0]) else ""
+    own = {"--data": data, "--name": name, "--port": port, "MODEL": arguments}
+    of_harness: dict[str, str | int] = {
+        "--limit": limit,
+        "--include-path": include_path,
+        "--lm-eval-args": lm_eval_args,
+        "--harness-python": harness_python,
+        "--harness-wheels": harness_wheels,
+        "--engine": engine,
+        "--gpus": gpus,
+        "--engine-python": engine_python,
+        "--engine-args": engine_args,
+        "--json": as_json,
+    }
+    if not lm_eval:
+        for option in [option for option, value in of_harness.items() if value]:
+            raise InputError(f"{option} is an option of benchmarks: add --lm-eval TASK, or remove it")
+        evaluate_on_rows(
+            config, arguments or [], against=against, data=data, store=store, name=name, fresh=fresh, port=port
+        )
+        return
+    for option in [option for option, value in own.items() if value]:
+        raise InputError(f"{option} cannot be used with --lm-eval: give only a run, a registered model or a folder")
+    if config.is_file():
+        raise InputError(
+            f"--lm-eval scores a model, and {config} is a file: give a run, a registered model or a folder"
+        )
+    from rollouts.flows.commands.benchmarks import HarnessOptions, evaluate_by_harness, split_arguments
+    from rollouts_core.harnesses import HARNESSES
+    from rollouts_core.harnesses.spec import HarnessTask
+
+    harness = HARNESSES["--lm-eval"]
+    task = HarnessTask(
+        tasks=lm_eval, limit=limit, include_path=include_path, arguments=split_arguments(lm_eval_args, harness)
+    )
+    options = HarnessOptions(
+        harness=harness,
+        task=task,
+        against=against,
+        python=harness_python,
+        wheels=harness_wheels,
+        engine=engine or "embedded",
+        engine_python=engine_python,
+        engine_arguments=engine_args,
+        gpus=gpus,
+        fresh=fresh,
+        as_json=as_json,
+    )
+    evaluate_by_harness(str(config), options, store or DEFAULT_STORE)
+
+
+def evaluate_on_rows(
+    config: Path,
+    arguments: list[str],
+    *,
+    against: str,
+    data: str,
+    store: Path | None,
+    name: str,
+    fresh: bool,
+    port: int,
+) -> None:
+    """Score a model on held-out rows, by the evaluation that runs do at their end."""
+    model, assignments = (
+        ("", arguments) if not arguments or is_assignment(arguments[0]) else (arguments[0], arguments[1:])
+    )
     check_assignments(assignments)
     pipeline = load_checkable(config, assignments)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}

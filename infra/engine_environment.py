@@ -44,6 +44,8 @@ class EngineInstallation:
     """Folder on this machine with wheels of all packages. If this folder is set, no package index is used."""
     disk_gb: float = 0.0
     """Disk space of the installed environment in GB."""
+    python_setting: str = "rollout.engine.python"
+    """The setting or option that names the interpreter of an environment made by the user, for messages."""
 
 
 def place_of_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
@@ -87,7 +89,7 @@ def check_room(session: Session, node: Node, wanted: EngineInstallation) -> None
     if free_gb < needed_gb:
         raise PermanentInfraError(
             f"installing {wanted.kind} {wanted.version} takes {needed_gb:.1f} GB at {node.root}, and {free_gb:.1f} GB "
-            "are free: free some space, choose another root, or name an installed engine as rollout.engine.python"
+            f"are free: free some space, choose another root, or name an installed one as {wanted.python_setting}"
         )
 
 

@@ -25,6 +25,8 @@ from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
 """Value in place of a model's id that means "no model". Ids begin at 1."""
+BENCHMARKS = "benchmarks"
+"""Key of the benchmarks in `Model.evaluation`."""
 _REGISTERED = "registered"
 """Reason of the alias change that makes a new model the candidate."""
 
@@ -57,7 +59,7 @@ class Model:
     data: Mapping[str, str]
     """Digests of the model's training data, by path."""
     evaluation: Mapping[str, Any]  # Any: JSON
-    """Results of the model's latest comparison, or an empty dict before the first comparison."""
+    """Results of the model's latest comparison, and its results in benchmarks as BENCHMARKS. Empty before both."""
     registered_at: float
     """Time of the registration in seconds since 1970, like all times of this record."""
     registered_by: str
@@ -115,8 +117,22 @@ def register_model(
 
 
 def note_evaluation(ledger: Ledger, model: Model, evaluation: Mapping[str, Any]) -> None:  # Any: JSON
+    """Replace the results of the model's comparison. Its results in benchmarks stay."""
     with ledger.transaction() as database:
-        database.execute("UPDATE models SET evaluation = ? WHERE id = ?", (json.dumps(dict(evaluation)), model.id))
+        known = _select(database, "WHERE id = ?", model.id)
+        kept = {key: each.evaluation[key] for each in known for key in (BENCHMARKS,) if key in each.evaluation}
+        _set_evaluation(database, model, {**evaluation, **kept})
+
+
+def note_benchmarks(ledger: Ledger, model: Model, benchmarks: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON
+    """Replace the model's results in benchmarks. The results of its comparison stay."""
+    with ledger.transaction() as database:
+        for known in _select(database, "WHERE id = ?", model.id):
+            _set_evaluation(database, model, {**known.evaluation, BENCHMARKS: list(benchmarks)})
+
+
+def _set_evaluation(database: sqlite3.Connection, model: Model, evaluation: Mapping[str, Any]) -> None:  # Any: JSON
+    database.execute("UPDATE models SET evaluation = ? WHERE id = ?", (json.dumps(dict(evaluation)), model.id))
 
 
 def move_model(ledger: Ledger, model: Model, checkpoint: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollouts.infra.foreign_text import shown_line
+from rollouts.tasks.benchmark_records import load_tables
 from rollouts.tasks.early_end import EarlyEnd
 from rollouts.tasks.records import RunScope, StageRecord
 from rollouts.tasks.spending import Spending
@@ -96,6 +97,7 @@ def build_report_input(
         use_command=shlex.join(["rollouts", "serve", checkpoint_path]),
         verdict=verdict.sentence if verdict else "",
         is_improvement=verdict.is_improvement if verdict else None,
+        benchmarks=load_tables(scope.output_dir),
         contents=config.report,
         run_id=scope.run_id,
         began_at=min((record.began_at for record in by_stage.values() if record.began_at), default=0.0),

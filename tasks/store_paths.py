@@ -22,11 +22,13 @@ STAGES, RUNS, INPUTS, ENGINES = "stages", "runs", "inputs", "engines"
 RUN_FILE = "run.json"
 EVALUATION_FILE = "evaluation.json"
 """The record of an evaluation, in the run's folder."""
+BENCHMARKS_FILE = "benchmarks.json"
+"""The results of benchmarks of the run's checkpoint, in the run's folder."""
 NAMES = {
     STAGES: re.compile(r"[a-z][a-z-]*-[0-9a-f]{16}(-\d+)?"),
     RUNS: re.compile(r".+-[0-9a-f]{8}"),
     INPUTS: re.compile(r"[0-9a-f]{16}"),
-    ENGINES: re.compile(r"[a-z]+-[\w.+!]+-[0-9a-f]{16}"),
+    ENGINES: re.compile(r"[a-z_]+-[\w.+!]+-[0-9a-f]{16}"),
 }
 """The patterns of names of folders in the store, by the kind of folder."""
 

@@ -222,7 +222,7 @@ def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) 
 
 def _figures(evaluation: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
     """A model's mean score, and its difference to the compared model with the confidence interval."""
-    if not evaluation:
+    if "mean" not in evaluation:
         return "-", "-"
     difference, low, high = (evaluation[key] for key in ("difference", "difference_low", "difference_high"))
     return f"{evaluation['mean']:.3f}", f"{evaluation['against']} {difference:+.3f} ({low:+.3f} to {high:+.3f})"

@@ -1,9 +1,10 @@
-"""Serve a checkpoint with SGLang or vLLM in a child process, for `rollouts serve --engine`.
+"""Serve a checkpoint by an engine in a child process, for `rollouts serve --engine` and for benchmarks.
 
     find or install the engine ── start ── generates one token: on_ready(url) ── Ctrl-C or SIGTERM ── end
                                      └──── ends earlier: an error with the end of the log ─────────────┘
 
-Not here: the embedded engine (rollouts_core/embedded/server.py), the engines' command lines (rollouts_core/engines).
+Not here: the embedded engine of `rollouts serve` (rollouts_core/embedded/server.py), the engines' command lines
+(rollouts_core/engines), benchmarks (benchmarks.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ NAMED_AS_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineServer:
-    """The options of a server that SGLang or vLLM runs."""
+    """The options of a server."""
 
     kind: str
     name: str
@@ -95,6 +96,25 @@ def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_r
         InputError, PermanentInfraError: an option, the model or the engine's installation cannot be used.
         EngineError: the engine ended unexpectedly.
     """
+    with suppress(KeyboardInterrupt), started_engine(model_dir, options, store) as child:
+        on_ready(url_of(child))
+        child.process.wait()
+        raise explain_end(child)
+
+
+@contextmanager
+def started_engine(
+    model_dir: Path, options: EngineServer, store: Path, log_folder: Path | None = None
+) -> Iterator[ChildEngine]:
+    """Start an engine, and stop it at the end of the block. The block begins when the engine has generated a token.
+
+    The signals of `ENDS` raise KeyboardInterrupt in the block.
+
+    Args:
+        log_folder: folder for the log; None uses `served/<kind>-<port>` of the store.
+
+    Raises: see `serve_by_engine`.
+    """
     with _settings_named_as_options():
         if not (model_dir / "tokenizer_config.json").is_file():
             raise InputError(f"{model_dir} has no tokenizer, which {options.kind} needs: add it, or remove --engine")
@@ -105,19 +125,19 @@ def serve_by_engine(model_dir: Path, options: EngineServer, store: Path, *, on_r
             port = listener.getsockname()[1]
         job = _render_job(model_dir, options, port)
         check_host(job, options.api_key)
-        with _ended_by_signals():
-            job = _with_installed_engine(job, store)
+        with _interrupted_by_signals():
+            if not job.engine.spec.is_own:
+                job = _with_installed_engine(job, store)
             if warning := describe_slow_engine(job.engine, model_dir):
                 _say(options.kind, warning)
-            folder = store / "served" / f"{options.kind}-{port}"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = log_folder or store / "served" / f"{options.kind}-{port}"
+            for each in (folder, store / "served"):
+                each.mkdir(parents=True, exist_ok=True)
             log = folder / "log.txt"
             with _reserved(store, port), _started(job, RunDirectory(folder / "engine"), log) as child:
                 _say(options.kind, f"{job.engine.spec.title} starts; its log is {log}")
                 _wait_until_ready(child, options.api_key)
-                on_ready(_url(options.host, port))
-                child.process.wait()
-                raise explain_end(child)
+                yield child
 
 
 def _render_job(model_dir: Path, options: EngineServer, port: int) -> ServeJob:
@@ -199,8 +219,8 @@ def _started(job: ServeJob, directory: RunDirectory, log: Path) -> Iterator[Chil
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Leave the block at the first signal of `ENDS`. Under nohup, SIGHUP stays ignored."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at a signal of `ENDS`. Under nohup, SIGHUP stays ignored."""
 
     def stop(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -208,8 +228,7 @@ def _ended_by_signals() -> Iterator[None]:
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     previous = {number: signal.signal(number, stop) for number in ENDS if number != signal.SIGHUP or not is_kept}
     try:
-        with suppress(KeyboardInterrupt):
-            yield
+        yield
     finally:
         for number, action in previous.items():
             signal.signal(number, action)
@@ -218,7 +237,7 @@ def _ended_by_signals() -> Iterator[None]:
 def _wait_until_ready(child: ChildEngine, api_key: str) -> None:
     """Wait until the engine has generated a token. During the wait, show the last line of the engine's log."""
     job, began = child.job, time.monotonic()
-    url = _url(job.host, job.port, is_local=True)
+    url = url_of(child, is_local=True)
     told_at = began
     with (
         httpx.Client(trust_env=False, headers=key_header(api_key)) as client,
@@ -239,10 +258,11 @@ def _wait_until_ready(child: ChildEngine, api_key: str) -> None:
             time.sleep(LOOK_S)
 
 
-def _url(host: str, port: int, *, is_local: bool = False) -> str:
+def url_of(child: ChildEngine, *, is_local: bool = False) -> str:
     """The server's URL. `is_local` replaces the address of all interfaces by the loopback address."""
+    host = child.job.host
     place = "127.0.0.1" if is_local and host == "0.0.0.0" else "::1" if is_local and host == "::" else host
-    return f"http://{f'[{place}]' if ':' in place else place}:{port}"
+    return f"http://{f'[{place}]' if ':' in place else place}:{child.job.port}"
 
 
 def _say(kind: str, sentence: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollouts_core.benchmarks import BenchmarkTable
 from rollouts_core.config import Config, ReportConfig
 from rollouts_core.stages import BASE, TRAININGS, label_of
 
@@ -74,6 +75,8 @@ class ReportInput:
     """One sentence that says whether RL improved the model; empty if the run was not judged."""
     is_improvement: bool | None
     """Whether the run counts as an improvement; None if the run was not judged."""
+    benchmarks: tuple[BenchmarkTable, ...] = ()
+    """Results of benchmarks, which users run after the run."""
     contents: ReportConfig = field(default_factory=ReportConfig)
     """Settings of the page's samples and of its largest size."""
     run_id: str = ""

@@ -20,6 +20,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rollouts_core.benchmarks import show_benchmark
 from rollouts_core.comparison import NUM_RESAMPLES
 from rollouts_core.job import EvalJob
 from rollouts_core.report.assets import asset_blocks, make_assets
@@ -60,6 +61,7 @@ def render_report(report: ReportInput) -> str:
         report=report,
         mode=describe_mode(report.mode),
         results=results,
+        benchmarks=[(table, [show_benchmark(each) for each in table.metrics]) for table in report.benchmarks],
         trainings=describe_trainings(report),
         warnings=load_warnings(report),
         curve_sections=load_curves(report),

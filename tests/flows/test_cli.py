@@ -47,7 +47,11 @@ from tests.kit.waiting import wait_until
 
 SURFACE = {
     "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
-    "evaluate": ["CONFIG", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"],
+    "evaluate": [
+        *("CONFIG|RUN", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"),
+        *("--lm-eval", "--limit", "--include-path", "--lm-eval-args", "--harness-python", "--harness-wheels"),
+        *("--engine", "--gpus", "--engine-python", "--engine-args", "--json"),
+    ],
     "quickstart": ["--store", "--seed", "--port"],
     "init": [
         *("[CONFIG]", "--model", "--goal", "--sft", "--prompts", "--selection", "--heldout", "--reward", "--machine"),
