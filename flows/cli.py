@@ -138,6 +138,7 @@ def run(
         list[str] | None, typer.Option(help=f"Run this stage again: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
     port: Port = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Run the pipeline that CONFIG describes.
 
@@ -160,12 +161,14 @@ def run(
         of_run = [f"run.{key}={json.dumps(value)}" for key, value in (("name", name), ("fresh", fresh)) if value]
         link = trigger_run(store or Path(RunOptions().store), deployment, [*(arguments or []), *of_run])
         console.print(f"follow it at   {link}", markup=False)
+        if as_json:
+            emit([{"kind": "triggered_run", "url": link}])
         return
     pipeline = load_chosen(context, arguments, preset)
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
     options = parse_config(RunOptions, settings, source="command line", table="run")
-    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
+    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port, as_json=as_json)
 
 
 def load_chosen(
@@ -250,13 +253,20 @@ def evaluate(
         "--gpus": gpus,
         "--engine-python": engine_python,
         "--engine-args": engine_args,
-        "--json": as_json,
     }
     if not lm_eval:
         for option in [option for option, value in of_harness.items() if value]:
             raise InputError(f"{option} is an option of benchmarks: add --lm-eval TASK, or remove it")
         evaluate_on_rows(
-            config, arguments or [], against=against, data=data, store=store, name=name, fresh=fresh, port=port
+            config,
+            arguments or [],
+            against=against,
+            data=data,
+            store=store,
+            name=name,
+            fresh=fresh,
+            port=port,
+            as_json=as_json,
         )
         return
     for option in [option for option, value in own.items() if value]:
@@ -299,6 +309,7 @@ def evaluate_on_rows(
     name: str,
     fresh: bool,
     port: int,
+    as_json: bool,
 ) -> None:
     """Score a model on held-out rows, by the evaluation that runs do at their end."""
     model, assignments = (
@@ -320,6 +331,7 @@ def evaluate_on_rows(
             run=parse_config(RunOptions, settings, source="command line", table="run"),
         ),
         port=port,
+        as_json=as_json,
     )
 
 
@@ -329,6 +341,7 @@ def quickstart(
         int, typer.Option(min=0, max=MAX_INTEGER, help="Random seed of the data and of the untrained model.")
     ] = 0,
     port: Port = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Generate a small task, a tokenizer and a model, and run the whole pipeline on them: a few minutes on a CPU."""
     check_writable(store)
@@ -337,7 +350,7 @@ def quickstart(
     pipeline = load_pipeline(folder / CONFIG_NAME)
     console.print(f"made {folder}: data, tokenizer, untrained model and quickstart.toml", markup=False)
     options = pipeline.run.model_copy(update={"store": str(store)})
-    run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
+    run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port, as_json=as_json)
 
 
 def validate(
@@ -437,9 +450,11 @@ def watch(
             time.sleep(3600)
 
 
-def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
+def run_pipeline(pipeline: Pipeline, *, port: int, as_json: bool) -> None:
     """Check the pipeline, run it at the store's Prefect server, and print the paths of its results."""
     result = run_checked(pipeline, check_pipeline, run_flow, port=port)
+    if as_json:
+        emit([{"kind": "result", "run": Path(result.report).parent.name, **result.model_dump()}])
     console.print()
     if result.verdict:
         say("Result:      ", result.verdict)
@@ -454,10 +469,13 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
         console.print(f"             {command} {step}{place}", markup=False)
 
 
-def run_evaluation(pipeline: Pipeline, *, port: int) -> None:
+def run_evaluation(pipeline: Pipeline, *, port: int, as_json: bool) -> None:
     """Check the evaluation, run it at the store's Prefect server, and print the scores."""
     result = run_checked(pipeline, check_evaluation, run_evaluation_flow, port=port)
-    typer.echo(f"\n{result.summary}")
+    if as_json:
+        emit([{"kind": "evaluation", **result.model_dump()}])
+    else:
+        typer.echo(f"\n{result.summary}")
     console.print(f"Record:      {result.record}", markup=False)
 
 

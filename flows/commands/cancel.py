@@ -24,7 +24,7 @@ from rollouts.flows.commands.finish import MIN_ID_CHARS
 from rollouts.flows.commands.models import open_registry
 from rollouts.flows.commands.serving_state import find_serving
 from rollouts.flows.commands.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, console, tell
 from rollouts.flows.commands.up import check_server
 from rollouts.flows.own_server.lend import ServerAddress, local_server, named_url, prefect_environment, run_url
 from rollouts.flows.prefect_api import ask
@@ -51,6 +51,7 @@ def cancel(
         str, typer.Argument(metavar="RUN", help="The run: its name, my-run-5793d50a, or its id in Prefect.")
     ],
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Cancel RUN: its jobs save a checkpoint and end, unless another run uses them; its machine is freed.
 
@@ -61,14 +62,16 @@ def cancel(
     with open_registry(store) as ledger, local_server(store) as address:
         if deleted := find_deleted_run(address, ledger, run):
             console.print(f"cancelling     {deleted.run_name}, which was deleted in Prefect", markup=False)
-            typer.echo(f"{deleted.run_name}: {_give_back_deleted(address, ledger, store.resolve(), deleted)}")
+            tell(
+                f"{deleted.run_name}: {_give_back_deleted(address, ledger, store.resolve(), deleted)}", as_json=as_json
+            )
             return
         found = find_flow_run(address, ledger, store.resolve(), run)
         console.print(f"cancelling     {full_name(found)}: {run_url(address, found['id'])}", markup=False)
         said = f"{full_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
         if _holds(ledger, found["id"]):
             raise RolloutsError(said)
-    typer.echo(said)
+    tell(said, as_json=as_json)
 
 
 def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> str:

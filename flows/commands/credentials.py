@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, console, tell
 from rollouts.flows.credential_variables import check_carried
 from rollouts.flows.form import CREDENTIALS_PATTERN
 from rollouts.flows.own_server.lend import local_server, prefect_environment, use_prefect
@@ -41,6 +41,7 @@ def credentials(
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Delete the credentials.")] = False,
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Save API keys in Prefect, for runs with run.credentials = NAME. Without NAME, list the saved credentials.
 
@@ -55,7 +56,7 @@ def credentials(
         use_prefect(store, address)
         if not name:
             for line in describe_credentials():
-                typer.echo(line)
+                tell(line, as_json=as_json)
         elif remove:
             remove_credentials(name)
             console.print(f"{name} was deleted", markup=False)

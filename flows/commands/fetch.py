@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.commands.terminal import console
+from rollouts.flows.commands.terminal import AsJson, console, emit
 from rollouts.infra.stores.download import download, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.errors import InputError
@@ -27,6 +27,7 @@ def pull(
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; must not exist yet.")],
+    as_json: AsJson = False,
 ) -> None:
     """Download a published checkpoint, or another folder or object of an object store, to DIR.
 
@@ -45,6 +46,8 @@ def pull(
     wanted = find_wanted(source)
     download(source, wanted, target)
     num_bytes = sum(each.size for each in wanted)
+    if as_json:
+        emit([{"kind": "download", "path": str(target), "files": len(wanted), "bytes": num_bytes}])
     console.print(f"fetched        {len(wanted)} files, {num_bytes / 1e6:.1f} MB, all verified", markup=False)
     if (target / "config.json").is_file():
         console.print(f"try            rollouts serve {directory}", markup=False)

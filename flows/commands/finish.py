@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rollouts.flows.commands.models import open_registry
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, tell
 from rollouts.infra.ledger import Ledger
 from rollouts.tasks.early_end import ask_run_to_finish
 from rollouts_core.errors import InputError
@@ -27,9 +27,10 @@ def finish(
         str, typer.Argument(metavar="RUN", help="The run: its name, my-run-5793d50a, or its id in Prefect.")
     ],
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """End the training of RUN after the current step. RUN continues with its best checkpoint so far."""
-    typer.echo(finish_training(store, run))
+    tell(finish_training(store, run), as_json=as_json)
 
 
 def finish_training(store: Path, given: str) -> str:

@@ -23,7 +23,7 @@ import typer
 from pydantic import ValidationError
 
 from rollouts.flows.commands.credentials import CredentialsName, with_credentials
-from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit, tell
 from rollouts.flows.expired_machines import looked_for
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.cloud import Cloud, look_up
@@ -357,7 +357,7 @@ def ssh(
     os.execvp(words[0], words)
 
 
-def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
+def release(name: MachineName, store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """End a machine, even if a run uses it, and wait until the provider has deleted it."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
@@ -366,7 +366,7 @@ def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
             open_clouds([rental.provider] if rental and not rental.state.is_over else []) as clouds,
         ):
             gone = release_named(name, ledger, clouds)
-    typer.echo(f"{gone.name} is {gone.state.value}; it cost {gone.usd(time.time()):.2f} USD")
+    tell(f"{gone.name} is {gone.state.value}; it cost {gone.usd(time.time()):.2f} USD", as_json=as_json)
 
 
 def reap_now(
@@ -380,6 +380,7 @@ def reap_now(
     other_store: Annotated[
         str, typer.Option(metavar="ID", help="Also end the machines of a deleted store with this id.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """End every rented machine of this store that no running run uses, and print the machines that remain.
 
@@ -397,12 +398,15 @@ def reap_now(
             report.add(reap_with(name, store, ledger, spare=spare))
     for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
         for line in lines:
-            typer.echo(f"{title:16} {shown_line(line)}")
+            if as_json:
+                emit([{"kind": "checked_machine", "outcome": title, "message": shown_line(line)}])
+            else:
+                typer.echo(f"{title:16} {shown_line(line)}")
     for line in report.failures:
         typer.echo(shown_line(line), err=True)
     if report.failures:
         raise TransientInfraError("some machines could not be checked or ended: run the same command again")
-    typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")
+    tell(f"{len(report.ended)} ended, {len(report.kept)} kept", as_json=as_json)
 
 
 def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:

@@ -23,7 +23,7 @@ import typer
 
 from rollouts.flows.commands.machines import Explained, at, open_ledger, render_table
 from rollouts.flows.commands.notify import RunState, tell_by_hand
-from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit, tell
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.registry import (
@@ -121,7 +121,9 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson 
     typer.echo(render_table(("WHEN (UTC)", "LINE", "ALIAS", "MODEL", "BY", "WHY"), rows))
 
 
-def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand") -> None:
+def promote_by_hand(
+    name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand", as_json: AsJson = False
+) -> None:
     """Verify a model's checkpoint, then put the model into production without a comparison."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
@@ -129,11 +131,13 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
         promote(ledger, model, by=_user(), reason=reason)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production: {store.resolve() / model.checkpoint}"
-    typer.echo(said)
+    tell(said, as_json=as_json)
     tell_by_hand(store, RunState.PROMOTED, f"{model.name}: Promoted", f"{said} (by {_user()}: {reason})")
 
 
-def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
+def roll_back(
+    line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand", as_json: AsJson = False
+) -> None:
     """Verify the checkpoint of the previous production model, then put this model back into production."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
@@ -142,18 +146,19 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"
-    typer.echo(said)
+    tell(said, as_json=as_json)
     tell_by_hand(store, RunState.PROMOTED, f"{model.name}: Rolled back", f"{said} (by {_user()}: {reason})")
 
 
-def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:
+def forget(name: ModelName, store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """Unregister a model that no alias refers to and no rollback needs. Its checkpoint stays, but `rollouts prune` may
     remove its stages."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         forget_model(ledger, model)
         note_in_reports(store.resolve(), ledger, forgotten=model)
-    typer.echo(f"{model.name} is no longer registered; its checkpoint stays: {store.resolve() / model.checkpoint}")
+    said = f"{model.name} is no longer registered; its checkpoint stays: {store.resolve() / model.checkpoint}"
+    tell(said, as_json=as_json)
 
 
 def show_path(

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import typer
 
 from rollouts.flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, console, tell
 from rollouts.flows.own_server.lend import ServerAddress, ServerError, local_server, named_url, use_prefect
 from rollouts.flows.prefect_api import RefusedError, ask
 from rollouts.flows.preflight import check_writable
@@ -119,6 +119,7 @@ def notify(
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Stop the messages to this receiver.")] = False,
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Make Prefect send a message when runs end, fail or wait for approval. Without NAME, list the receivers, each
     with the states of runs that it gets messages about."""
@@ -130,7 +131,7 @@ def notify(
         use_prefect(store, address)
         if not block:
             for line in describe_notifications(address):
-                typer.echo(line)
+                tell(line, as_json=as_json)
         elif remove:
             remove_notification(address, block)
             console.print(f"{block} gets no more messages", markup=False)

@@ -14,7 +14,7 @@ import typer
 
 from rollouts.flows.commands.machines import at, render_table
 from rollouts.flows.commands.models import open_registry
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit
 from rollouts.tasks.prune import FoundFolder, plan_prune, remove_folders
 
 GB = 1e9
@@ -28,6 +28,7 @@ def prune(
         typer.Option(min=0, help="Remove more folders, longest unused first, until the rest takes this many GB."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove the folders; without --yes they are only listed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove stages, checkpoints of runs and downloaded inputs that are long unused and not referred to.
 
@@ -37,9 +38,17 @@ def prune(
     with open_registry(store) as ledger:
         max_bytes = None if max_gb is None or math.isinf(max_gb * GB) else int(max_gb * GB)
         plan = plan_prune(root, ledger, unused_days=days, max_bytes=max_bytes, now=time.time())
-        if plan.removed:
+        if plan.removed and not as_json:
             typer.echo(render_folders(plan.removed))
         removed = remove_folders(root, ledger, plan) if yes else []
+    if as_json:
+        gone = {folder.place for folder in removed}
+        emit(
+            {"kind": "folder", "name": each.name, "bytes": each.num_bytes, "used_at": each.used_at,
+             "is_removed": each.place in gone}
+            for each in plan.removed
+        )  # fmt: skip
+        return
     kept = f"{len(plan.kept)} folders of {total_gb(plan.kept):.3f} GB stay"
     num_spared = len(plan.removed) - len(removed)
     if not plan.removed:

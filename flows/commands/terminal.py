@@ -60,6 +60,14 @@ def emit(records: Iterable[Mapping[str, Any]]) -> None:  # Any: JSON
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
+def tell(said: str, *, as_json: bool) -> None:
+    """Print what a command has done: a sentence, or an object of the kind `done`."""
+    if as_json:
+        emit([{"kind": "done", "message": said}])
+    else:
+        typer.echo(said)
+
+
 def describe_finding(finding: str) -> dict[str, str]:
     """The JSON object of a finding of the checks."""
     return {

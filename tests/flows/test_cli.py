@@ -46,13 +46,13 @@ from tests.kit.small_pipeline import small_settings, write_small_pipeline
 from tests.kit.waiting import wait_until
 
 SURFACE = {
-    "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port"],
+    "run": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--deployment", "--name", "--fresh", "--port", "--json"],
     "evaluate": [
         *("CONFIG|RUN", "[MODEL] [KEY=VALUE]...", "--against", "--data", "--store", "--name", "--fresh", "--port"),
         *("--lm-eval", "--limit", "--include-path", "--lm-eval-args", "--harness-python", "--harness-wheels"),
         *("--engine", "--gpus", "--engine-python", "--engine-args", "--json"),
     ],
-    "quickstart": ["--store", "--seed", "--port"],
+    "quickstart": ["--store", "--seed", "--port", "--json"],
     "init": [
         *("[CONFIG]", "--model", "--goal", "--sft", "--prompts", "--selection", "--heldout", "--reward", "--machine"),
         *("--python", "--gpu", "--max-usd", "--convert", "--force", "--store"),
@@ -85,18 +85,18 @@ SURFACE = {
         *("--community", "--spot", "--min-cuda", "--provider", "--limit", "--credentials", "--store", "--json"),
     ],
     "nodes": ["--store", "--all", "--json"],
-    "reap": ["--store", "--spare", "--other-store"],
-    "finish": ["RUN", "--store"],
-    "cancel": ["RUN", "--store"],
-    "notify": ["[NAME]", "--url-variable", "--on", "--remove", "--store"],
-    "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store"],
+    "reap": ["--store", "--spare", "--other-store", "--json"],
+    "finish": ["RUN", "--store", "--json"],
+    "cancel": ["RUN", "--store", "--json"],
+    "notify": ["[NAME]", "--url-variable", "--on", "--remove", "--store", "--json"],
+    "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store", "--json"],
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
-    "pull": ["URL", "DIR"],
+    "pull": ["URL", "DIR", "--json"],
     "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots", "--keep-days"],
     "watch": ["--store", "--silent-after"],
     "down": ["--store"],
     "status": ["--store", "--json"],
-    "prune": ["--store", "--days", "--max-gb", "--yes"],
+    "prune": ["--store", "--days", "--max-gb", "--yes", "--json"],
     "plugins": ["--json"],
     "models": ["--store", "--json"],
     "runs": ["--store", "--limit", "--json"],
@@ -104,8 +104,8 @@ SURFACE = {
     "samples": [
         *("RUN", "--store", "--step", "--model", "--reward", "--grep", "--prompt", "--limit", "--json"),
     ],
-    "logs": ["RUN", "[STAGE]", "--store", "--follow"],
-    "report": ["RUN", "--store", "--open"],
+    "logs": ["RUN", "[STAGE]", "--store", "--follow", "--json"],
+    "report": ["RUN", "--store", "--open", "--json"],
     "compare": ["RUN...", "--store", "--open", "--json"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
@@ -600,6 +600,8 @@ def test_a_limit_without_end_and_a_seed_beyond_its_bits_end_in_no_traceback(tmp_
         pass
     pruned = CliRunner().invoke(app, ["prune", "--max-gb", "inf", "--store", str(tmp_path)])
     assert (pruned.exit_code, pruned.output) == (0, "nothing to remove; 0 folders of 0.000 GB stay\n")
+    pruned = CliRunner().invoke(app, ["prune", "--json", "--store", str(tmp_path)])
+    assert (pruned.exit_code, pruned.output) == (0, "")
     seeded = CliRunner().invoke(app, ["quickstart", "--seed", str(2**70), "--store", str(tmp_path / "other")])
     assert seeded.exit_code == 2, seeded.output
     assert isinstance(seeded.exception, SystemExit)
@@ -614,7 +616,10 @@ def test_what_a_run_prints_at_its_end_can_be_copied_whatever_the_store_is_called
     report = f"{store}/runs/small-01234567/report.html"
     result = PipelineResult(report=report, checkpoint=f"{store}/checkpoint", verdict="")
     monkeypatch.setattr("rollouts.flows.cli.run_checked", lambda *_, **__: result)
-    run_pipeline(load_pipeline(config), port=0)
-    said = capsys.readouterr().err.splitlines()
+    run_pipeline(load_pipeline(config), port=0, as_json=True)
+    printed = capsys.readouterr()
+    said = printed.err.splitlines()
+    paths = {"report": report, "checkpoint": result.checkpoint, "verdict": "", "published": ""}
+    assert json.loads(printed.out) == {"kind": "result", "run": "small-01234567", **paths}
     assert f"Report:      {report}" in said
     assert shlex.split(said[-1])[-2:] == ["--store", str(store)]
