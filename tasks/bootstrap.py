@@ -99,7 +99,7 @@ def bootstrap(
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
         if is_open(config):
-            choice = choose_on_node(stack, ready, settings, config, size)
+            choice = choose_on_node(session, ready, settings, config, size)
             progress.say(str(choice))
             placed = "" if ENGINES[choice.kind].is_own else ready.placement  # an embedded engine needs no GPU
             ready = replace(ready, engine_kind=choice.kind, placement=placed)
@@ -201,11 +201,13 @@ def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, 
 
 
 def choose_on_node(
-    stack: ExitStack, node: Node, settings: NodeSettings, config: Config, size: ModelSize
+    session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize
 ) -> EngineChoice:
     """Choose the inference engine by the GPUs of the first engine node, or else by the GPUs of `node`."""
-    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
-    return choose_engine(stack.enter_context(open_session(own)), own, own_settings, config, size)
+    for own, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
+        with open_session(own) as own_session:
+            return choose_engine(own_session, own, own_settings, config, size)
+    return choose_engine(session, node, settings, config, size)
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:
