@@ -111,8 +111,8 @@ def choose_engine(
     """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        installs: whether to install a missing engine. Only an installed engine can list the architectures that it
-            supports. Preflight passes False.
+        installs: whether to install a missing engine if the model's architecture is rare. Only an installed engine can
+            list the architectures that it supports. Preflight passes False.
 
     Raises:
         PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
@@ -126,12 +126,13 @@ def choose_engine(
     if choice.kind == WITHOUT_GPUS:
         return choice
     engine = chosen.rollout.engine
+    architectures = [str(each) for each in size.settings.get("architectures") or ()]
+    is_rare = not set(architectures) <= set(engine.spec.adapted_architectures)
     plan = plan_engine_of(session, node, settings, engine, gpus)
     python = plan.python
-    if plan.wanted is not None and (installs or plan.is_there):
+    if plan.wanted is not None and (plan.is_there or (installs and is_rare)):
         python = install_engine(session, node, plan.wanted)
     known = known_architectures(session, engine, python) if python else frozenset[str]()
-    architectures = [str(each) for each in size.settings.get("architectures") or ()]
     return choose_by_model(choice, architectures, known, title=engine.spec.title)
 
 

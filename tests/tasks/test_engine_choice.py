@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from rollouts.flows.form import load_pipeline
+from rollouts.infra.engine_environment import EngineInstallation
 from rollouts.infra.gpu_state import GpuProgram, GpuState
 from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.providers import provision_node
-from rollouts.infra.session import LocalSession
+from rollouts.infra.session import LocalSession, Session
 from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.engine_choice import (
     EngineChoice,
@@ -131,6 +132,29 @@ def test_later_attempts_keep_the_choice(tmp_path: Path) -> None:
     assert with_kept_choice(config, LocalNode(), store).rollout.engine.kind == "sglang"
     other = LocalNode(root="/elsewhere")
     assert is_open(with_kept_choice(config, other, store))
+
+
+@pytest.mark.parametrize(("architecture", "is_installed"), [("Qwen3ForCausalLM", False), ("NewForCausalLM", True)])
+def test_the_choice_installs_the_engine_only_to_ask_about_a_rare_model(
+    architecture: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[EngineInstallation] = []
+
+    def install(session: Session, node: Node, wanted: EngineInstallation) -> str:
+        installed.append(wanted)
+        return ""
+
+    monkeypatch.chdir(tmp_path)  # away from .engines of this repository
+    monkeypatch.setattr("rollouts.tasks.engine_choice.read_gpus", lambda session: [H100])
+    monkeypatch.setattr("rollouts.tasks.engine_installs.check_room", lambda *_: None)
+    monkeypatch.setattr("rollouts.tasks.engine_choice.install_engine", install)
+    config, node = (
+        config_of(tmp_path / "a", rollout__engine__kind="auto"),
+        provision_node(LocalNode(), tmp_path / "store"),
+    )
+    size = dataclasses.replace(find_model_size(config.model), settings={"architectures": [architecture]})
+    choice = choose_engine(LocalSession(sys.executable), node, LocalNode(), config, size)
+    assert (choice.kind, bool(installed)) == ("sglang", is_installed)
 
 
 @pytest.mark.slow
