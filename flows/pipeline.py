@@ -59,7 +59,7 @@ from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.budget import stopped_in_time
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
-from rollouts.tasks.engine_choice import choice_file, with_choice_of, with_kept_choice
+from rollouts.tasks.engine_choice import choice_file, is_open, with_choice_of, with_kept_choice
 from rollouts.tasks.engines_beside import WaitForEngines, engine_places, engines_installed_beside
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.inputs import has_inputs_to_bring
@@ -245,7 +245,8 @@ def machine_of_the_run(
     If all stages are finished, no machine is rented. Missing engines are installed while the block runs. Work on a
     rented node is stopped before the node expires. An expired node is ended.
     """
-    if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
+    nowhere = None if is_open(config) else placeholder_if_finished(settings, scope, stages)
+    if nowhere is not None:
         yield nowhere, partial(run_on, nowhere, scope, lambda stage: None)
         return
     released = released_at_the_end(settings, scope)

@@ -178,5 +178,7 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 def with_choice_of(config: Config, node: Node) -> Config:
     """The configuration with the engine and the GPUs that `bootstrap` chose on the node, if it chose any."""
+    if config.rollout.engine.kind == CHOSEN_ON_NODE and not is_open(config):
+        return with_kind(config, WITHOUT_GPUS)  # nothing uses the engine
     chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
     return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen
