@@ -24,7 +24,7 @@ from rollouts.flows.checked_flow import checked_flow
 from rollouts.flows.credentials import take_credentials
 from rollouts.flows.deployments import EVALUATE_FLOW
 from rollouts.flows.form import FormConfig, FormEvaluate, FormNode, FormRun
-from rollouts.flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope, run_on
+from rollouts.flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope
 from rollouts.flows.run_ends import with_noted_end
 from rollouts.infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts.tasks.engine_choice import with_choice_of, with_kept_choice
@@ -69,8 +69,8 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
             scored = with_engines_of_trainer(scored)
         scored = with_kept_choice(scored, scoring, Path(scope.store))
         stages = partial(score_models, as_inputs(found), scored, scope)
-        with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
-            record = stages(machine, partial(run_on, machine, scope))
+        with machine_of_the_run(scoring, scored, scope, stages, trains=False) as (machine, run_stage):
+            record = stages(machine, run_stage)
         path, summary, finding = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)
     shown = live_url(scope) or path
     result = EvaluationResult(record=path, summary=summary)

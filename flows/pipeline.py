@@ -5,6 +5,8 @@ Not here: the work of a stage (tasks), requests for runs (form.py, cli.py).
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
+A missing engine is installed during sft (engines_beside.py).
+
 Inputs from object stores are downloaded before provision, and results are published after release. A remote machine
 uploads the final checkpoint itself (send) before the run releases the machine.
 
@@ -57,9 +59,11 @@ from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.budget import stopped_in_time
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
-from rollouts.tasks.engine_choice import choice_file, with_kept_choice
+from rollouts.tasks.engine_choice import choice_file, is_open, with_choice_of, with_kept_choice
+from rollouts.tasks.engines_beside import WaitForEngines, engine_places, engines_installed_beside
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.inputs import has_inputs_to_bring
+from rollouts.tasks.node_job import starts_engines
 from rollouts.tasks.plan import engine_ports, with_engines
 from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.provision import provision, release, release_now, release_unknown
@@ -112,8 +116,8 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # A
         )  # computed now, because the data may change during the training
         note_plan(local, scope)
         stages = partial(run_stages, local, scope)
-        with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
-            final, records = stages(machine, partial(run_on, machine, scope))
+        with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as (machine, run_stage):
+            final, records = stages(machine, run_stage)
             checkpoint = sync_results(final, scope)
             report, verdict = write_report(records, config, node, checkpoint, scope)
             if run.publish and machine.is_remote and (verdict is None or verdict.is_accepted):
@@ -143,11 +147,13 @@ def prepare(
     return with_kept_choice(local, node, Path(scope.store))
 
 
-def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
+def run_on(machine: Node, scope: RunScope, wait_for_engines: WaitForEngines, stage: Stage) -> StageRecord:
     """Run a stage on the machine, with inference engines if the stage needs completions. A stage that an earlier run
     finished is reused."""
-    if stage.samples and not is_finished(stage):
-        return run_with_engines(machine, scope, stage)
+    if (stage.samples or starts_engines(stage)) and not is_finished(stage):
+        wait_for_engines(stage.name)
+        if stage.samples:
+            return run_with_engines(machine, scope, stage)
     return run_task(stage, scope, machine)
 
 
@@ -231,20 +237,26 @@ def machine_of_the_run(
     stages: Callable[[Node, RunStage], object],
     *,
     trains: bool = True,
-) -> Iterator[Node]:
-    """Provide a machine that is ready for the stages, and release it when the block ends.
+) -> Iterator[tuple[Node, RunStage]]:
+    """Provide a machine that is ready for the stages, and a function that runs a stage on the machine. Release the
+    machine when the block ends.
 
-    If all stages are finished, no machine is rented. Work on a rented node is stopped before the node expires. An
-    expired node is ended.
+    If all stages are finished, no machine is rented. Missing engines are installed while the block runs. Work on a
+    rented node is stopped before the node expires. An expired node is ended.
     """
-    if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
-        yield nowhere
+    nowhere = None if is_open(config) else placeholder_if_finished(settings, scope, stages)
+    if nowhere is not None:
+        yield nowhere, partial(run_on, nowhere, scope, lambda stage: None)
         return
     released = released_at_the_end(settings, scope)
     with released as machine, ended_when_expired(machine), stopped_in_time(machine, scope):
         begun = trainings_begun(scope, machine, stages) if trains else ()
         kept_choice = choice_file(Path(scope.store), config, settings)
-        yield bootstrap(machine, config, settings, trains=trains, begun=begun, kept_choice=kept_choice)
+        ready = bootstrap(machine, config, settings, trains=trains, begun=begun, kept_choice=kept_choice)
+        chosen = with_choice_of(config, ready)
+        places = engine_places(machine, ready, settings, chosen, trains=trains)
+        with engines_installed_beside(places, chosen) as wait_for_engines:
+            yield ready, partial(run_on, ready, scope, wait_for_engines)
 
 
 @contextmanager

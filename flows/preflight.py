@@ -47,7 +47,7 @@ from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choic
 from rollouts.tasks.engine_installs import plan_engine_of, warn_of_busy_gpus
 from rollouts.tasks.gpu_placement import has_open_placement, plan_on_gpus, read_usable_gpus
 from rollouts.tasks.inputs import bring_inputs, has_inputs_to_bring, named_urls
-from rollouts.tasks.installed_engines import check_router, leads_engines
+from rollouts.tasks.installed_engines import check_router, leads_engines, stage_beside_installation
 from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from rollouts.tasks.plan_node import with_enough_memory
@@ -533,7 +533,7 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
         with open_session(node) as session, as_config_errors():
             check_router(session, config, trains=trains)
     if leads_engines(config, node, trains=trains):
-        findings += check_installed_engine(settings, node, config)
+        findings += check_installed_engine(settings, node, config, trains=trains)
     for own_settings, each in zip(settings_of_engines(settings), node.engine_nodes, strict=True):
         findings += check_installed_engine(own_settings, each, config)
     return findings
@@ -578,7 +578,9 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
         raise ConfigError(f"deployment.engine_port: {error}") from error
 
 
-def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, config: Config) -> list[str]:
+def check_installed_engine(
+    settings: NodeSettings | FurtherNode, node: Node, config: Config, *, trains: bool = True
+) -> list[str]:
     """Check the engine of one machine, as in `check_installed_engines`.
 
     An engine that is among the node's packages is not checked, because the run installs these packages later.
@@ -589,7 +591,8 @@ def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, con
         return []
     with open_session(node) as session, as_config_errors():
         gpus = read_gpus(session)
-        said = plan_engine_of(session, node, settings, engine, gpus).describe(engine)
+        plan = plan_engine_of(session, node, settings, engine, gpus)
+    said = plan.describe(engine, first_stage=stage_beside_installation(config, trains=trains))
     busy = warn_of_busy_gpus(gpus, config.deployment.engine_gpu_ranks)
     return [*filter(None, [said]), *map(Caution, busy)]
 

@@ -35,7 +35,6 @@ from rollouts.flows.pipeline import (
     machine_of_the_run,
     open_scope,
     prepare,
-    run_on,
 )
 from rollouts.flows.retrain_settings import RetrainConfig
 from rollouts.flows.run_ends import with_noted_end
@@ -128,8 +127,8 @@ class PipelineWork:
         rivals = {"production": registered_input("production", production, config, store)} if production else {}
         note_plan(local, scope)
         stages = partial(run_stages, local, scope, rivals=rivals)
-        with machine_of_the_run(with_enough_memory(self._node, local), local, scope, stages) as machine:
-            final, records = stages(machine, partial(run_on, machine, scope))
+        with machine_of_the_run(with_enough_memory(self._node, local), local, scope, stages) as (machine, run_stage):
+            final, records = stages(machine, run_stage)
             checkpoint = sync_results(final, scope)
             write_report(records, config, self._node, checkpoint, scope)
         model = register_candidate(line, checkpoint, records, data, scope)
@@ -144,8 +143,9 @@ class PipelineWork:
         registered = {candidate_name(config): candidate} | ({"production": production} if production else {})
         inputs = {name: registered_input(name, model, config, Path(scope.store)) for name, model in registered.items()}
         stages = partial(score_models, {"base": base_model(local), **inputs}, local, scope)
-        with machine_of_the_run(without_further_nodes(self._node), local, scope, stages, trains=False) as machine:
-            evaluation = stages(machine, partial(run_on, machine, scope))
+        scoring = without_further_nodes(self._node)
+        with machine_of_the_run(scoring, local, scope, stages, trains=False) as (machine, run_stage):
+            evaluation = stages(machine, run_stage)
         return self._judge(candidate, evaluation, production)
 
     def _judge(self, candidate: Model, evaluation: StageRecord, production: Model | None) -> Compared:

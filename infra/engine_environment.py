@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rollouts.infra.engines import CHECK_TIMEOUT_S
 from rollouts.infra.environment import Installer, build_environment, digest_of_build
+from rollouts.infra.environment_builder import ENVIRONMENT
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.node import Node
 from rollouts.infra.session import Session
@@ -51,6 +52,11 @@ class EngineInstallation:
 def place_of_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
     identity = {"kind": wanted.kind, "requirements": list(wanted.requirements)}
     return f"{node.root}/engines/{wanted.kind}-{wanted.version}-{digest_of_build(session, identity)}"
+
+
+def python_of_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:
+    """Return the path that the engine's interpreter has on the node after the installation."""
+    return f"{place_of_engine(session, node, wanted)}/{ENVIRONMENT}/bin/python"
 
 
 def install_engine(session: Session, node: Node, wanted: EngineInstallation) -> str:

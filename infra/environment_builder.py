@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_TEMPORARY = "tmp"
+ENVIRONMENT, _TEMPORARY = "env", "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
 """Environment variables for the installers. UV_SYSTEM_CERTS makes uv use the system's certificates, as pip does. Older
 versions of uv know only UV_NATIVE_TLS."""
@@ -37,7 +37,7 @@ def main() -> int:
     os.chdir(sys.argv[1])  # because of -I, Python does not import files of this directory
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
-    environment, temporary = directory / "env", directory / _TEMPORARY
+    environment, temporary = directory / ENVIRONMENT, directory / _TEMPORARY
     for folder in (environment, temporary):
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()

@@ -1,7 +1,8 @@
 """Compute fingerprints. A fingerprint identifies work by a hash of everything that can change its result.
 
 The hash covers the settings that differ from their defaults, digests of the inputs, and SEMANTICS_VERSION. Paths,
-ports, threads and log intervals do not change results, so their fields are marked PLACEMENT and left out.
+ports, threads and log intervals do not change results, so their fields are marked PLACEMENT and left out. A value that
+gives the same result as the default (`ALIKE`) is left out, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, Record, name_of_function
+from rollouts_core.config.record import ALIKE
 from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.plugins import ENTRY_POINTS
@@ -83,7 +85,7 @@ def affecting_settings(
     chosen: dict[str, Any] = {}  # Any: JSON
     for name, field in type(record).model_fields.items():
         value, usual = getattr(record, name), _default_of(field, name, default)
-        if _is_marked(field, unless_marked) or value == usual:
+        if _is_marked(field, unless_marked) or value == usual or _is_like_default(field, value):
             continue
         if isinstance(value, BaseModel):
             section = affecting_settings(
@@ -102,6 +104,11 @@ def _default_of(field: FieldInfo, name: str, default: BaseModel | None) -> Any: 
     if default is not None:
         return getattr(default, name)
     return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _is_like_default(field: FieldInfo, value: Any) -> bool:  # Any: a setting of any type
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and ALIKE in extra and value == extra[ALIKE]
 
 
 def _is_marked(field: FieldInfo, marks: Collection[str]) -> bool:

@@ -29,6 +29,7 @@ from rollouts_core.config import (
     read_settings,
 )
 from rollouts_core.config.data import ColumnType
+from rollouts_core.engine_kinds.auto import CHOSEN_ON_NODE, WITHOUT_GPUS
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.seeds import replicate_seed
@@ -323,4 +324,13 @@ def load_job(path: Path) -> Job:
     kind = settings.get("kind")
     if kind not in JOB_KINDS:
         raise ConfigError(f"{path} has the kind {kind!r}: expected one of {', '.join(JOB_KINDS)}")
-    return parse_config(job_type(kind), settings, source=str(path))
+    return _with_known_engine(parse_config(job_type(kind), settings, source=str(path)))
+
+
+def _with_known_engine(job: Job) -> Job:
+    """The job with the embedded engine in place of "auto", because only pipelines choose an engine on a node."""
+    holder = job if isinstance(job, ServeJob) else getattr(job, "rollout", None)
+    if holder is None or holder.engine.kind != CHOSEN_ON_NODE:
+        return job
+    known = holder.model_copy(update={"engine": holder.engine.model_copy(update={"kind": WITHOUT_GPUS})})
+    return known if holder is job else job.model_copy(update={"rollout": known})

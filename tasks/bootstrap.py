@@ -1,6 +1,7 @@
 """Check a machine before a run's first stage: Python, torch, engine, GPUs and disk. Install requested packages.
 
-Without these early checks, the run would detect a missing inference engine only after SFT.
+Without these early checks, the run would detect a missing inference engine only after SFT. Not here: installing the
+engine (engines_beside.py).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from rollouts.infra.providers import open_session
 from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
 from rollouts.tasks.engine_choice import EngineChoice, choose_engine, is_open, keep_choice, with_choice_of
-from rollouts.tasks.engine_installs import with_engine
+from rollouts.tasks.engine_installs import with_planned_engine
 from rollouts.tasks.gpu_placement import has_open_placement, plan_on_gpus, read_usable_gpus
-from rollouts.tasks.installed_engines import check_router, leads_engines
+from rollouts.tasks.installed_engines import check_router, leads_engines, stage_beside_installation
 from rollouts.tasks.optional_packages import check_packages
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.upload_inputs import place_code
@@ -68,7 +69,8 @@ def bootstrap(
 ) -> Node:
     """Check the run's machine and its further machines. Returns the node with the Python interpreters to use.
 
-    The leading machine must reach each further machine, and all machines of one training must reach each other.
+    The leading machine must reach each further machine, and all machines of one training must reach each other. The
+    interpreter of an engine may not exist yet, because the run installs the engine later (engines_beside.py).
 
     Args:
         trains: whether the run trains on the node. A training needs GPU memory and disk space.
@@ -99,16 +101,16 @@ def bootstrap(
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
         if is_open(config):
-            choice = choose_on_node(stack, ready, settings, config, size)
+            choice = choose_on_node(session, ready, settings, config, size)
             progress.say(str(choice))
             placed = "" if ENGINES[choice.kind].is_own else ready.placement  # an embedded engine needs no GPU
             ready = replace(ready, engine_kind=choice.kind, placement=placed)
             config = with_choice_of(config, ready)
         if kept_choice is not None and (choice or ready.placement):
             keep_choice(kept_choice, choice, ready.placement)
+        engine, beside = config.rollout.engine, stage_beside_installation(config, trains=trains)
         if leads_engines(config, node, trains=trains):
-            ranks = placement.engine_gpu_ranks
-            ready = with_engine(session, ready, settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say)
+            ready = with_planned_engine(session, ready, settings, engine, first_stage=beside, say=progress.say)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
         trainers, trainer_nodes = [(session, node)], list[Node]()
@@ -137,7 +139,7 @@ def bootstrap(
 def prepare_engine_nodes(
     session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize, progress: StageProgress
 ) -> tuple[Node, ...]:
-    """Check the machines for inference engines, and install the engines. Returns the nodes with their interpreters.
+    """Check the machines for inference engines, and plan the engines. Returns the nodes with their interpreters.
 
     `node`, which trains, and each machine for engines must reach each other.
     """
@@ -154,9 +156,9 @@ def prepare_engine_nodes(
         with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
             found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
             warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
-            ranks = placement.engine_gpu_ranks
-            found = with_engine(
-                own_session, found, own_settings, config.rollout.engine, gpu_ranks=ranks, say=progress.say
+            beside = stage_beside_installation(config, trains=True)  # evaluations have no engine nodes
+            found = with_planned_engine(
+                own_session, found, own_settings, config.rollout.engine, first_stage=beside, say=progress.say
             )
             check_both_ways(session, node, own_session, each)
         engine_nodes.append(found)
@@ -201,11 +203,13 @@ def placed_on(node: Node, session: Session, config: Config, size: ModelSize, *, 
 
 
 def choose_on_node(
-    stack: ExitStack, node: Node, settings: NodeSettings, config: Config, size: ModelSize
+    session: Session, node: Node, settings: NodeSettings, config: Config, size: ModelSize
 ) -> EngineChoice:
     """Choose the inference engine by the GPUs of the first engine node, or else by the GPUs of `node`."""
-    own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
-    return choose_engine(stack.enter_context(open_session(own)), own, own_settings, config, size)
+    for own, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
+        with open_session(own) as own_session:
+            return choose_engine(own_session, own, own_settings, config, size)
+    return choose_engine(session, node, settings, config, size)
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:

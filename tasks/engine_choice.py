@@ -111,8 +111,8 @@ def choose_engine(
     """Choose the inference engine for a node, by its GPUs and by the model's architecture.
 
     Args:
-        installs: whether to install a missing engine. Only an installed engine can list the architectures that it
-            supports. Preflight passes False.
+        installs: whether to install a missing engine if the model's architecture is rare. Only an installed engine can
+            list the architectures that it supports. Preflight passes False.
 
     Raises:
         PermanentInfraError: the engine for GPUs is not installed and cannot be installed.
@@ -126,12 +126,13 @@ def choose_engine(
     if choice.kind == WITHOUT_GPUS:
         return choice
     engine = chosen.rollout.engine
+    architectures = [str(each) for each in size.settings.get("architectures") or ()]
+    is_rare = not set(architectures) <= set(engine.spec.adapted_architectures)
     plan = plan_engine_of(session, node, settings, engine, gpus)
     python = plan.python
-    if plan.wanted is not None and (installs or plan.is_there):
+    if plan.wanted is not None and (plan.is_there or (installs and is_rare)):
         python = install_engine(session, node, plan.wanted)
     known = known_architectures(session, engine, python) if python else frozenset[str]()
-    architectures = [str(each) for each in size.settings.get("architectures") or ()]
     return choose_by_model(choice, architectures, known, title=engine.spec.title)
 
 
@@ -177,5 +178,7 @@ def with_kept_choice(config: Config, settings: NodeSettings, store: Path) -> Con
 
 def with_choice_of(config: Config, node: Node) -> Config:
     """The configuration with the engine and the GPUs that `bootstrap` chose on the node, if it chose any."""
+    if config.rollout.engine.kind == CHOSEN_ON_NODE and not is_open(config):
+        return with_kind(config, WITHOUT_GPUS)  # nothing uses the engine
     chosen = with_kind(config, node.engine_kind) if is_open(config) and node.engine_kind else config
     return with_placement(chosen, json.loads(node.placement)) if node.placement else chosen

@@ -1,10 +1,11 @@
-"""Find an installed inference engine (such as SGLang) on a node, or install the engine before the first training.
+"""Find an installed inference engine (such as SGLang) on a node, or install the engine.
 
     rollout.engine.python is set ── this interpreter must have the engine
     the jobs' interpreter or .engines/<kind> of this machine has the engine ── it is used
     otherwise, if rollout.engine.install permits ── check disk, driver, programs ── install ── try one completion
 
-Not here: the installation itself (infra/engine_environment.py), the trial (engine_trial.py).
+Not here: the installation itself (infra/engine_environment.py), the trial (engine_trial.py), installing while other
+stages run (engines_beside.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rollouts.infra.engine_environment import (
     install_engine,
     is_installed,
     place_of_engine,
+    python_of_engine,
 )
 from rollouts.infra.engines import CHECK_TIMEOUT_S, check_engine_installed
 from rollouts.infra.environment import Installer, read_requirements
@@ -52,8 +54,12 @@ class EnginePlan:
     is_there: bool = False
     """Whether an earlier run has already installed `wanted`."""
 
-    def describe(self, engine: EngineConfig) -> str:
-        """Text about the installation, for messages. Empty if the engine was installed by the user."""
+    def describe(self, engine: EngineConfig, *, first_stage: str = "") -> str:
+        """Text about the installation, for messages. Empty if the engine was installed by the user.
+
+        Args:
+            first_stage: the stage that runs during the installation, or empty if the run waits for the installation.
+        """
         if self.wanted is None or self.build is None:
             return ""
         name = f"{engine.spec.title} {self.wanted.version}"
@@ -62,6 +68,7 @@ class EnginePlan:
         return (
             f"rollout.engine: the run installs {name} by {self.wanted.installer}, {len(self.wanted.requirements)} "
             f"packages, {self.build.disk_gb:g} GB, about {self.build.minutes:g} minutes"
+            f"{f', while {first_stage} runs' if first_stage else ''}"
         )
 
 
@@ -111,13 +118,57 @@ def with_engine(
     gpu_ranks: Sequence[int],
     say: Callable[[str], None],
 ) -> Node:
-    """Install the inference engine on the node if the node lacks the engine.
+    """Install the inference engine on the node if the node lacks the engine (`install_planned`).
 
     Returns the node, changed to use the engine's interpreter.
+    """
+    ready = with_planned_engine(session, node, settings, engine, say=say)
+    install_planned(session, ready, settings, engine, gpu_ranks=gpu_ranks, say=say)
+    return ready
+
+
+def with_planned_engine(
+    session: Session,
+    node: Node,
+    settings: NodeSettings | FurtherNode,
+    engine: EngineConfig,
+    *,
+    first_stage: str = "",
+    say: Callable[[str], None],
+) -> Node:
+    """Check whether the node has the engine or can get it. Installs nothing.
+
+    Returns the node, changed to use the interpreter that has the engine, or will have it after `install_planned`.
+
+    Args:
+        first_stage: the stage that runs during the installation, or empty if the run waits for the installation.
+
+    Raises:
+        PermanentInfraError: the engine cannot be installed on the node.
+    """
+    plan = plan_engine_of(session, node, settings, engine)
+    if plan.wanted is None:
+        return replace(node, engine_python="" if plan.python in (engine.python, node.python) else plan.python)
+    say(plan.describe(engine, first_stage=first_stage))
+    return replace(node, engine_python=python_of_engine(session, node, plan.wanted))
+
+
+def install_planned(
+    session: Session,
+    node: Node,
+    settings: NodeSettings | FurtherNode,
+    engine: EngineConfig,
+    *,
+    gpu_ranks: Sequence[int],
+    say: Callable[[str], None],
+) -> None:
+    """Install the engine that `with_planned_engine` planned, unless the node has the engine.
 
     After an installation, the engine must complete a prompt with a tiny model.
 
     Args:
+        session: a session with the same interpreter as the session of `with_planned_engine`.
+        node: the node that `with_planned_engine` returned.
         gpu_ranks: the GPUs of the engines; empty means the first GPU.
 
     Raises:
@@ -125,13 +176,11 @@ def with_engine(
     """
     plan = plan_engine_of(session, node, settings, engine)
     if plan.wanted is None:
-        return replace(node, engine_python="" if plan.python in (engine.python, node.python) else plan.python)
-    say(plan.describe(engine))
-    python = install_engine(session, node, plan.wanted)
-    ready = replace(node, engine_python=python)
-    folder = place_of_engine(session, node, plan.wanted)
-    try_engine(session, ready, engine, folder, gpu_ranks=gpu_ranks, say=say)
-    return ready
+        return
+    install_engine(session, node, plan.wanted)
+    if not plan.is_there:
+        say(f"rollout.engine: {engine.spec.title} {plan.wanted.version} is installed")
+    try_engine(session, node, engine, place_of_engine(session, node, plan.wanted), gpu_ranks=gpu_ranks, say=say)
 
 
 def find_installed(session: Session, node: Node, package: str, *, has_gpus: bool) -> str:

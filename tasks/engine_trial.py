@@ -45,7 +45,7 @@ def try_engine(
     say(f"tests {engine.spec.title} with a prompt for a tiny model")
     spec = JobSpec(
         run_dir=run_dir,
-        argv=(session.python, "-P", "-m", "rollouts_core.engines.trial", run_dir),
+        argv=(node.python, "-P", "-m", "rollouts_core.engines.trial", run_dir),  # session.python may lack torch
         job={"kind": engine.kind, "python": node.engine_python, "start_timeout_s": engine.start_timeout_s},
         env={**COUNTED_BY_BUS, **devices, **variables_of_place(code_dir)},
         timeout_s=TRIAL_TIMEOUT_S,

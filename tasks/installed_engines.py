@@ -9,6 +9,7 @@ from rollouts.infra.engines import check_router_installed
 from rollouts.infra.node import Node
 from rollouts.infra.session import Session
 from rollouts_core.config import Config
+from rollouts_core.stages import stages_of
 
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
@@ -20,6 +21,12 @@ def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
     """True if `node`, the leading machine, must serve engines of `rollout.engine`, for RL or for evaluations."""
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
     return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
+
+
+def stage_beside_installation(config: Config, *, trains: bool) -> str:
+    """The name of the stage that runs while engines are installed: SFT, if the run begins with SFT. Otherwise empty."""
+    first = stages_of(config.mode)[0]
+    return first.name if trains and not first.kind.is_graded else ""
 
 
 def check_router(session: Session, config: Config, *, trains: bool) -> None:

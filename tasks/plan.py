@@ -21,6 +21,7 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.engine_kinds.auto import WITHOUT_GPUS
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import (
@@ -191,7 +192,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
     rollout, sft = config.rollout, config.training.sft
     is_generating = config.evaluation.metric == "accuracy"
     sampled = RolloutConfig(
-        engine=installed_on(node, config.evaluation_engine) if is_generating else EngineConfig(),
+        engine=installed_on(node, config.evaluation_engine) if is_generating else EngineConfig(kind=WITHOUT_GPUS),
         environment=rollout.environment,
         multi_turn=rollout.multi_turn,
         max_environment_retries=rollout.max_environment_retries,

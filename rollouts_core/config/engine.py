@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
+from rollouts_core.config.record import ALIKE, PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
 from rollouts_core.engine_kinds import ENGINE_CHOICES, ENGINES, EngineSpec
+from rollouts_core.engine_kinds.auto import CHOSEN_ON_NODE, WITHOUT_GPUS
 from rollouts_core.plugins import KeyOf
 
 EngineKind = Annotated[str, KeyOf(ENGINES)]
@@ -32,9 +33,10 @@ changed the address, the run would not find the engine, or other machines could 
 class EngineConfig(Record):
     """The inference server that generates completions."""
 
-    kind: EngineChoice = "embedded"
-    """embedded: this project's own engine, for small models on a CPU. sglang, vllm: these servers, each in its own
-    Python environment. auto: sglang on a node with a free GPU if sglang supports the model; otherwise embedded."""
+    kind: EngineChoice = Field(default=CHOSEN_ON_NODE, json_schema_extra={ALIKE: WITHOUT_GPUS})
+    """auto: sglang on a node with a free GPU if sglang supports the model; otherwise embedded. Outside of pipelines,
+    auto means embedded. embedded: this project's own engine, for small models on a CPU. sglang, vllm: these servers,
+    each in its own Python environment."""
     install: Literal["auto", "uv", "pip", "never"] = Field(default="auto", json_schema_extra=PLACEMENT)
     """Program that installs SGLang or vLLM if it is missing. auto: the program that installs the node's packages, or
     else pip. never: a missing engine is an error."""

@@ -22,6 +22,7 @@ from rollouts_core.config.rl import RLTrainingConfig, describe_unranked
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
 from rollouts_core.engine_kinds import EngineSpec
+from rollouts_core.engine_kinds.auto import WITHOUT_GPUS
 from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, kind_of, trainings_of
 from rollouts_core.stages.kind import load
 
@@ -113,7 +114,7 @@ class Config(Record):
         """The engine that generates the completions for evaluation."""
         engine = self.rollout.engine
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
-        return engine if is_server else EngineConfig()
+        return engine if is_server else EngineConfig(kind=WITHOUT_GPUS)
 
     def _broken_rules(self) -> Iterator[str]:
         """Yield a sentence for each broken rule between sections."""

@@ -26,6 +26,9 @@ PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that cannot change a result (paths, intervals, micro-batch sizes), so that fingerprints leave the field
 out."""
 
+ALIKE = "gives_same_result_as_default"
+"""Key of a mark with a value that gives the same result as the field's default. Fingerprints leave out both values."""
+
 SELECTION: JsonDict = {"affects_weights": False}
 """Marks a field that sets the length of a training or the number of its checkpoints. A resumed training may change a
 field with this mark."""

@@ -13,5 +13,5 @@ from rollouts_core.engine_kinds.sglang import SGLANG
 CHOSEN_ON_NODE = "auto"
 """The value of `rollout.engine.kind` until the run has chosen an engine."""
 FOR_GPUS, WITHOUT_GPUS = "sglang", "embedded"
-AUTO = replace(SGLANG, title="the engine that auto chooses", transfers=("auto",))
-"""The `EngineSpec` of "auto" until the run has chosen an engine. Its only weight transfer works with both engines."""
+AUTO = replace(SGLANG, title="the engine that auto chooses", transfers=("auto", "gloo"))
+"""The `EngineSpec` of "auto" until the run has chosen an engine. Its weight transfers work with both engines."""

@@ -40,6 +40,7 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
             "n_samples_per_prompt": 4,
             "max_prompt_tokens": 32,
             "environment": "arithmetic",
+            "engine": {"kind": "embedded"},
             "sampling": {"max_new_tokens": 30},
         },
         "evaluation": {"max_p_value": 1.0},

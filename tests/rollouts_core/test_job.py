@@ -3,12 +3,14 @@
 Without it the orchestrator and the machine could disagree about what is trained.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rollouts_core.config import (
     DeploymentConfig,
+    EngineConfig,
     EvaluationConfig,
     ModelConfig,
     RLTrainingConfig,
@@ -34,25 +36,35 @@ from rollouts_core.rewards import exact_match
 BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m", step=3)
 DATASET = InputDataset(path="rows.jsonl", digest="d", max_samples=3, repeat=0.5)
 ROWS = InputFile(path="rows.jsonl", digest="d")
+EMBEDDED = EngineConfig(kind="embedded")
+BY_EMBEDDED = RolloutConfig(engine=EMBEDDED)
 JOBS = [
     SFTJob(model=BASE, data=(DATASET,), training=SFTTrainingConfig(num_steps=3)),
     RLJob(
         model=BASE,
         prompts=ROWS,
         training=RLTrainingConfig(),
-        rollout=RolloutConfig(reward_fn="exact_match"),
+        rollout=RolloutConfig(reward_fn="exact_match", engine=EMBEDDED),
         engines=(EngineAddress(url="http://127.0.0.1:1", lease_file="lease"),),
         deployment=DeploymentConfig(trainer_gpu_ranks=(0,)),
     ),
-    EvalJob(checkpoints=(BASE, BASE), data=ROWS, evaluation=EvaluationConfig(max_prompts=3)),
-    GenerateJob(model=BASE, prompts=ROWS, rollout=RolloutConfig()),
-    ServeJob(model=BASE, port=0, context_length=128),
+    EvalJob(checkpoints=(BASE, BASE), data=ROWS, evaluation=EvaluationConfig(max_prompts=3), rollout=BY_EMBEDDED),
+    GenerateJob(model=BASE, prompts=ROWS, rollout=BY_EMBEDDED),
+    ServeJob(model=BASE, port=0, context_length=128, engine=EMBEDDED),
 ]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.kind)
 def test_a_job_comes_back_unchanged_from_its_file(tmp_path: Path, job: Job) -> None:
     (tmp_path / "job.json").write_text(job.model_dump_json())
+    assert load_job(tmp_path / "job.json") == job
+
+
+@pytest.mark.parametrize("job", JOBS[2:], ids=lambda job: job.kind)
+def test_a_job_without_a_kind_of_engine_uses_the_embedded_engine(tmp_path: Path, job: Job) -> None:
+    settings = job.model_dump(mode="json")
+    del (settings if job.kind == "serve" else settings["rollout"])["engine"]
+    (tmp_path / "job.json").write_text(json.dumps(settings))
     assert load_job(tmp_path / "job.json") == job
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from rollouts.flows.form import load_pipeline
+from rollouts.flows.form import load_pipeline, parse_pipeline
+from rollouts.infra.engine_environment import EngineInstallation
 from rollouts.infra.gpu_state import GpuProgram, GpuState
 from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.providers import provision_node
-from rollouts.infra.session import LocalSession
+from rollouts.infra.session import LocalSession, Session
 from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.engine_choice import (
     EngineChoice,
@@ -36,7 +37,7 @@ from rollouts.tasks.records import RunScope
 from rollouts_core.config import Config
 from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages.planning import base_model
-from tests.kit.small_pipeline import write_small_pipeline
+from tests.kit.small_pipeline import small_settings, write_small_pipeline
 
 H100 = GpuState(name="NVIDIA H100 80GB HBM3", total_gb=85.5, free_gb=84.9, driver="580.95.05")
 L4 = GpuState(name="NVIDIA L4", total_gb=24.1, free_gb=23.6, driver="580.95.05")
@@ -116,6 +117,23 @@ def test_the_resolved_kind_is_the_identity(tmp_path: Path) -> None:
     assert fingerprint_of(with_kind(left_open, "sglang"), tmp_path) != fingerprint_of(named, tmp_path)
 
 
+def test_the_default_is_chosen_on_the_node_and_has_the_identity_of_the_embedded_engine(tmp_path: Path) -> None:
+    settings = small_settings(mode="rl")
+    del settings["rollout"]["engine"]
+    named = config_of(tmp_path / "a", mode="rl")
+    default = parse_pipeline(settings, tmp_path / "a/small.toml").config
+    assert is_open(default)
+    node = dataclasses.replace(provision_node(LocalNode(), tmp_path / "store"), engine_kind="embedded")
+    assert with_choice_of(default, node) == named
+    assert fingerprint_of(default, tmp_path) == fingerprint_of(named, tmp_path)
+
+
+def test_a_run_that_uses_no_engine_of_rollout_chooses_none(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "a", mode="sft", rollout__engine__kind="auto", evaluation__engine="embedded")
+    node = provision_node(LocalNode(), tmp_path / "store")
+    assert not is_open(config) and with_choice_of(config, node).rollout.engine.kind == "embedded"
+
+
 def test_settings_of_installed_engines_are_dropped_for_the_engine_of_this_project(tmp_path: Path) -> None:
     engine = {"kind": "auto", "extra_args": ["--mem-fraction-static", "0.5"], "dtype": "bfloat16"}
     config = config_of(tmp_path / "a", rollout__engine=engine)
@@ -131,6 +149,29 @@ def test_later_attempts_keep_the_choice(tmp_path: Path) -> None:
     assert with_kept_choice(config, LocalNode(), store).rollout.engine.kind == "sglang"
     other = LocalNode(root="/elsewhere")
     assert is_open(with_kept_choice(config, other, store))
+
+
+@pytest.mark.parametrize(("architecture", "is_installed"), [("Qwen3ForCausalLM", False), ("NewForCausalLM", True)])
+def test_the_choice_installs_the_engine_only_to_ask_about_a_rare_model(
+    architecture: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[EngineInstallation] = []
+
+    def install(session: Session, node: Node, wanted: EngineInstallation) -> str:
+        installed.append(wanted)
+        return ""
+
+    monkeypatch.chdir(tmp_path)  # away from .engines of this repository
+    monkeypatch.setattr("rollouts.tasks.engine_choice.read_gpus", lambda session: [H100])
+    monkeypatch.setattr("rollouts.tasks.engine_installs.check_room", lambda *_: None)
+    monkeypatch.setattr("rollouts.tasks.engine_choice.install_engine", install)
+    config, node = (
+        config_of(tmp_path / "a", rollout__engine__kind="auto"),
+        provision_node(LocalNode(), tmp_path / "store"),
+    )
+    size = dataclasses.replace(find_model_size(config.model), settings={"architectures": [architecture]})
+    choice = choose_engine(LocalSession(sys.executable), node, LocalNode(), config, size)
+    assert (choice.kind, bool(installed)) == ("sglang", is_installed)
 
 
 @pytest.mark.slow

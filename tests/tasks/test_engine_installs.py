@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.infra.engine_environment import install_engine
+from rollouts.infra.engine_environment import install_engine, python_of_engine
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.gpu_state import GpuProgram, GpuState
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
@@ -65,6 +65,7 @@ def test_the_build_is_that_of_the_machine(
     assert plan.describe(engine) == (
         f"rollout.engine: the run installs Toy 1.2 by pip, 1 packages, {disk_gb:g} GB, about 0.1 minutes"
     )
+    assert plan.describe(engine, first_stage="sft").endswith("about 0.1 minutes, while sft runs")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,9 @@ def test_an_engine_is_installed_once_from_wheels_and_pruned(toy: str, node: Node
     engine = engine_of(toy, tmp_path, wheels=str(tmp_path / "wheels"))
     plan = plan_engine_of(SESSION, node, LocalNode(), engine, [])
     assert plan.wanted is not None
+    planned = python_of_engine(SESSION, node, plan.wanted)
     python = install_engine(SESSION, node, plan.wanted)
+    assert python == planned
     show = [python, "-c", "import toy_engine; print(toy_engine.__version__)"]
     assert subprocess.run(show, capture_output=True, text=True, check=True).stdout == "1.2\n"
     made_at = Path(python).lstat().st_mtime_ns

@@ -285,7 +285,7 @@ def use_machine(monkeypatch: pytest.MonkeyPatch, gpus: list[GpuState], *, kind: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("rollouts.tasks.bootstrap.probe_node", lambda session, node: replace(GOOD, free_disk_gb=900.0))
     monkeypatch.setattr("rollouts.tasks.bootstrap.choose_engine", lambda *arguments: choice)
-    monkeypatch.setattr("rollouts.tasks.bootstrap.with_engine", lambda session, node, *rest, **named: node)
+    monkeypatch.setattr("rollouts.tasks.bootstrap.with_planned_engine", lambda session, node, *rest, **named: node)
 
 
 def test_a_rented_machine_needs_less_memory_if_a_plan_divides_the_work() -> None:

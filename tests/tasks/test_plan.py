@@ -312,7 +312,8 @@ def test_scores_of_another_engine_are_other_scores(tmp_path: Path, scope: RunSco
     assert plan(**sglang).fingerprint != plan().fingerprint
     assert plan(**sglang).job["rollout"]["engine"]["dtype"] == "bfloat16"
     by_embedded = [plan(**sglang, evaluation={"engine": "embedded"}), plan(evaluation={"engine": "embedded"})]
-    by_embedded.append(plan(rollout={"engine": {"context_length": 4096}}))  # which the decoder has no use for
+    unused = {"kind": "embedded", "context_length": 4096}  # the decoder has no use for this length
+    by_embedded.append(plan(rollout={"engine": unused}))
     assert {stage.fingerprint for stage in by_embedded} == {plan().fingerprint}
     by_loss = [plan(**each, mode="sft", evaluation={"metric": "loss"}) for each in (sglang, {})]
     assert by_loss[0].fingerprint == by_loss[1].fingerprint

@@ -61,7 +61,7 @@ def test_on_a_machine_with_gpus_processes_that_share_its_cpu_are_told(
         (EngineConfig(kind="vllm"), "float32", False),
         (EngineConfig(kind="sglang", dtype="bfloat16"), "float32", True),
         (EngineConfig(kind="sglang", dtype="float32"), "bfloat16", False),
-        (EngineConfig(), "bfloat16", False),
+        (EngineConfig(kind="embedded"), "bfloat16", False),
     ],
 )
 def test_engines_that_compute_in_slow_bfloat16_are_told(

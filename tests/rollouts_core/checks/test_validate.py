@@ -396,7 +396,7 @@ def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: P
     ("sections", "refusal"),
     [
         (
-            {},
+            {"rollout": {"engine": {"kind": "embedded"}}},
             r"does not support architecture GemmaFor.*: rollout\.engine\.kind \"sglang\" and .*\"loss\" compares any",
         ),
         ({"rollout": {"engine": {"kind": "vllm"}}}, ""),

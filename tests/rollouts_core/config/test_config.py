@@ -332,6 +332,7 @@ def test_several_mistakes_stand_in_the_order_of_the_file() -> None:
 
 
 ENGINE = {
+    "kind": "embedded",
     "python": "/p",
     "extra_args": ["--api-key=x"],
     "weight_transfer": "nccl",
