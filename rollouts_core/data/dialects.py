@@ -68,13 +68,22 @@ def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> Response
     }
 
 
+def _opening(mark: str, head: str, ahead: str) -> str:
+    """Pattern for the beginning of a call: `mark`, then `head` with the tool's name.
+
+    A call without a name matches, too, so that it is reported as broken. While a turn grows, the pattern waits for one
+    of the characters `ahead`: without them, more text could still become the name.
+    """
+    return rf"{mark}\s*+(?:{head}|[^{ahead}]*+(?:\Z|(?=[{ahead}])))"
+
+
 DIALECTS: Mapping[str, ResponseTemplate] = {
     # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Hermes, Qwen2.5, Qwen3
     "hermes": _dialect({"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": WHOLE}),
     # <tool_call><function=add><parameter=a>1</parameter></function></tool_call>: Qwen3-Coder, Qwen3.5, Nemotron 3
     "qwen_xml": _dialect(
         _tagged(
-            rf"<tool_call>\s*+(?:<function={NAME}>)?",
+            _opening("<tool_call>", f"<function={NAME}>", ">{"),
             r"</function>\s*+</tool_call>",
             r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
         )
@@ -117,9 +126,11 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     # <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>: DeepSeek V3, R1 and V3.1
     "deepseek": _dialect(
         {
-            "open_pattern": (
-                r"<｜tool▁call▁begin｜>\s*+(?:function<｜tool▁sep｜>\s*+(?P<name>[^\s<｜]+)\s*+```json"
-                r"|(?P<name>[^\s<｜]+)\s*+<｜tool▁sep｜>)?"
+            "open_pattern": _opening(
+                "<｜tool▁call▁begin｜>",
+                r"function<｜tool▁sep｜>\s*+(?P<name>[^\s<｜]+)\s*+```json"
+                r"|(?P<name>[^\s<｜]+)\s*+<｜tool▁sep｜>(?=\s*+\{)",
+                "{",
             ),
             "close_pattern": r"(?:```\s*+)?<｜tool▁call▁end｜>",
             "content": "json",
@@ -129,7 +140,7 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     # <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>: Gemma of 2026
     "gemma": _dialect(
         {
-            "open_pattern": r"<\|tool_call>\s*+(?:call:(?P<name>[^\s{<]+))?",
+            "open_pattern": _opening(r"<\|tool_call>", r"call:(?P<name>[^\s{<]+)", "{<"),
             "close": "<tool_call|>",
             "content": "json",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
