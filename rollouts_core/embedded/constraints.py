@@ -1,6 +1,7 @@
-"""Constrained decoding: a JSON schema or a regular expression decides which tokens may come next.
+"""Constrained decoding: a JSON schema, a regular expression or a grammar decides which tokens may come next.
 
-Not here: sampling among the permitted tokens (sampling.py), stop patterns (patterns.py).
+Not here: the grammar of tool calls (forced_calls.py), sampling among the permitted tokens (sampling.py), stop patterns
+(patterns.py).
 
     completion so far -> matcher of llguidance -> permitted next tokens -> logits of other tokens become minus infinity
 
@@ -50,7 +51,10 @@ class Constraints:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            message = 'json_schema and regex need llguidance on the server: pip install "rollouts[constraints]".'
+            message = (
+                "json_schema, regex and required tool calls need llguidance on the server: "
+                'pip install "rollouts[constraints]".'
+            )
             raise ValueError(message) from error
         tokenizer = self._make_tokenizer()
         try:
@@ -58,7 +62,7 @@ class Constraints:
         except ValueError as error:  # raised if the schema is not JSON
             problem = str(error)
         if problem:
-            name = "json_schema" if params.json_schema else "regex"
+            name = "json_schema" if params.json_schema else "regex" if params.regex else "A tool for a required call"
             raise ValueError(f"{name} is not supported: {problem.strip()[:400]}")
 
     def begin(self, params: SamplingParams, output_ids: Sequence[int]) -> Constraint | None:
@@ -115,4 +119,6 @@ def _grammar(params: SamplingParams) -> str:
 
     if params.json_schema:
         return LLMatcher.grammar_from_json_schema(params.json_schema, overrides={"whitespace_pattern": WHITE_SPACE})
-    return LLMatcher.grammar_from_regex(params.regex)
+    if params.regex:
+        return LLMatcher.grammar_from_regex(params.regex)
+    return LLMatcher.grammar_from_lark(params.grammar)
