@@ -28,6 +28,7 @@ from rollouts_core.engines import (
     SGLangRouter,
     VLLMEngine,
     recovery,
+    vllm,
 )
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, NoNumbersError
 from tests.rollouts_core.embedded.test_process import serving
@@ -157,7 +158,8 @@ def vllm_answer(body: dict[str, Any], **changed: Any) -> Any:
         row = {"4": {"logprob": -3.0, "rank": 4}, "9": {"logprob": -1.5, "rank": 2}, "8": {"logprob": -0.5, "rank": 1}}
         choice = {"index": 0, "finish_reason": "length", "prompt_logprobs": [None, row, row], **changed}
         return {"choices": [choice]}
-    named = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body["logprob_token_ids"])}
+    likely = sorted(LOGPROBS, key=lambda token: -LOGPROBS[token])[: body["logprobs"]]
+    named = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body.get("logprob_token_ids", likely))}
     prompts = [
         {"index": index, "finish_reason": "length", "logprobs": {"top_logprobs": [named]}}
         for index in range(len(body["prompt"]))
@@ -215,14 +217,24 @@ def test_vllm_that_was_started_to_return_fewer_likely_tokens_is_told_how_to_star
     assert bodies == []
 
 
-def test_vllm_that_was_started_for_adapters_is_not_asked() -> None:
-    """tests/engines/test_adapters.py: the real one ends."""
+def test_vllm_with_adapters_is_asked_at_sampled_positions() -> None:
+    """A real one ends at a request for log-probs of a prompt: tests/engines/test_adapters.py."""
     engine, bodies = scripted(VLLMEngine, lora_config={"max_lora_rank": 16})
-    with pytest.raises(
-        EngineError, match=r"http://engine .*--enable-lora .*: start it without adapters, or use SGLang"
-    ):
-        score(engine, REQUEST)
-    assert bodies == []
+    plain, _ = scripted(VLLMEngine)
+    engine._adapters.current = "run-4"
+    assert score(engine, REQUEST) == score(plain, REQUEST)
+    assert [body["model"] for body in bodies] == ["run-4"] * 2
+    assert {tuple(map(tuple, body["prompt"])) for body in bodies} == {((4,), (4, 8))}
+    assert sorted((body["logprobs"], body.get("logprob_token_ids")) for body in bodies) == [(0, [7, 8, 9]), (2, None)]
+
+
+def test_vllm_with_adapters_gets_no_more_tokens_and_prompts_than_it_takes() -> None:
+    few = ScoringRequest(tokens=[1] * 2051, start=3)
+    assert [len(call.positions) for call in vllm._scoring_calls(few, is_sampled=True)] == [1024, 1024]
+    many = ScoringRequest(tokens=list(range(301)), token_ids=(0, 5))
+    calls = vllm._scoring_calls(many, is_sampled=True)
+    assert [len(call.body["logprob_token_ids"]) for call in calls] == [128, 128, 49]
+    assert [position for call in calls for position in call.positions] == list(range(1, 301))
 
 
 @pytest.mark.parametrize(
