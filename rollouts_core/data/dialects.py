@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 ResponseTemplate = Mapping[str, Any]  # Any: JSON
 NAME = r"(?P<name>[^\s<>{}]+)"
+PROBE_NAME = "compute"
 PROBE_NUMBER = 82157
 PROBE_ARGUMENTS = {"expression": "(57 + 83) * 2", "count": PROBE_NUMBER}
 PROBE_TOOL = {
     "type": "function",
     "function": {
-        "name": "compute",
+        "name": PROBE_NAME,
         "description": "Compute.",
         "parameters": {
             "type": "object",
@@ -68,13 +69,22 @@ def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> Response
     }
 
 
+def _opening(mark: str, head: str, ahead: str) -> str:
+    """Pattern for the beginning of a call: `mark`, then `head` with the tool's name.
+
+    A call without a name matches, too, so that it is reported as broken. While a turn grows, the pattern waits for one
+    of the characters `ahead`: without them, more text could still become the name.
+    """
+    return rf"{mark}\s*+(?:{head}|[^{ahead}]*+(?:\Z|(?=[{ahead}])))"
+
+
 DIALECTS: Mapping[str, ResponseTemplate] = {
     # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Hermes, Qwen2.5, Qwen3
     "hermes": _dialect({"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": WHOLE}),
     # <tool_call><function=add><parameter=a>1</parameter></function></tool_call>: Qwen3-Coder, Qwen3.5, Nemotron 3
     "qwen_xml": _dialect(
         _tagged(
-            rf"<tool_call>\s*+(?:<function={NAME}>)?",
+            _opening("<tool_call>", f"<function={NAME}>", ">{"),
             r"</function>\s*+</tool_call>",
             r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
         )
@@ -117,9 +127,11 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     # <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>: DeepSeek V3, R1 and V3.1
     "deepseek": _dialect(
         {
-            "open_pattern": (
-                r"<｜tool▁call▁begin｜>\s*+(?:function<｜tool▁sep｜>\s*+(?P<name>[^\s<｜]+)\s*+```json"
-                r"|(?P<name>[^\s<｜]+)\s*+<｜tool▁sep｜>)?"
+            "open_pattern": _opening(
+                "<｜tool▁call▁begin｜>",
+                r"function<｜tool▁sep｜>\s*+(?P<name>[^\s<｜]+)\s*+```json"
+                r"|(?P<name>[^\s<｜]+)\s*+<｜tool▁sep｜>(?=\s*+\{)",
+                "{",
             ),
             "close_pattern": r"(?:```\s*+)?<｜tool▁call▁end｜>",
             "content": "json",
@@ -129,7 +141,7 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     # <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>: Gemma of 2026
     "gemma": _dialect(
         {
-            "open_pattern": r"<\|tool_call>\s*+(?:call:(?P<name>[^\s{<]+))?",
+            "open_pattern": _opening(r"<\|tool_call>", r"call:(?P<name>[^\s{<]+)", "{<"),
             "close": "<tool_call|>",
             "content": "json",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
@@ -279,17 +291,24 @@ def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def probe_turn() -> Message:
+def probe_turn(num_calls: int = 1) -> Message:
     """An assistant message that calls `PROBE_TOOL`."""
-    call = {"type": "function", "function": {"name": "compute", "arguments": dict(PROBE_ARGUMENTS)}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", **call}]}
+    calls = [
+        {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": PROBE_NAME, "arguments": dict(PROBE_ARGUMENTS)},
+        }
+        for number in range(num_calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
-    """Render the test call with the chat template. Returns None if the template does not write tool calls."""
+def render_probe(tokenizer: PreTrainedTokenizerBase, num_calls: int = 1) -> Probe | None:
+    """Render the test call with the chat template. Returns None if the template writes fewer calls."""
     asks: list[Message] = [{"role": "user", "content": "?"}]
-    answer: Message = {"role": "tool", "content": "280", "name": "compute", "tool_call_id": "call00000"}
-    said = [*asks, probe_turn()]
+    answer: Message = {"role": "tool", "content": "280", "name": PROBE_NAME, "tool_call_id": "call00000"}
+    said = [*asks, probe_turn(num_calls)]
     try:
         question = render_text(tokenizer, asks, [PROBE_TOOL], add_generation_prompt=False)
         asked = render_text(tokenizer, asks, [PROBE_TOOL], add_generation_prompt=True)
@@ -300,7 +319,7 @@ def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
     tag = whole.rfind("<", 0, start)
     if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
         start = tag  # after the common text, both texts have tags that only begin with the same characters
-    if str(PROBE_NUMBER) not in whole[start:]:
+    if whole[start:].count(str(PROBE_NUMBER)) < num_calls:
         return None
     try:
         answered = render_text(tokenizer, [*said, answer], [PROBE_TOOL], add_generation_prompt=True)
@@ -353,7 +372,7 @@ def _cut_prefix(dialect: Dialect, prefix: str) -> str:
 
 def _reads_probe(dialect: Dialect, text: str) -> bool:
     try:
-        return dialect.read(text, [PROBE_TOOL]) == [ToolCall("compute", dict(PROBE_ARGUMENTS))]
+        return dialect.read(text, [PROBE_TOOL]) == [ToolCall(PROBE_NAME, dict(PROBE_ARGUMENTS))]
     except CallError:
         return False
 

@@ -72,11 +72,20 @@ class ClientTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Permits or forbids tool calls."""
+    """Permits, forbids or requires tool calls."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def must_call(self) -> str | None:
+        """Name of the tool that the answer must call, "" for any tool; None if the answer may be text."""
+        if self.type == "tool" and not self.name:
+            raise RequestError("tool_choice: the type tool needs a name.")
+        return {"any": "", "tool": self.name}.get(self.type)
 
 
 class Thinking(BaseModel):
@@ -102,12 +111,14 @@ class CountRequest(Fields):
         """Convert the request to a `Chat`, which is independent of the API."""
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         values = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
-        wants_tools = self.tool_choice is None or self.tool_choice.type == "auto"
+        choice = self.tool_choice or ToolChoice(type="auto")
         return Chat(
             messages=[*system, *(message for turn in self.messages for message in _messages(turn))],
-            tools=[_tool(tool) for tool in self.tools or []] if wants_tools else [],
+            tools=[_tool(tool) for tool in self.tools or []] if choice.type != "none" else [],
             template_values=values | (self.chat_template_kwargs or {}),
             fields=fields,
+            must_call=choice.must_call,
+            calls_once=choice.disable_parallel_tool_use,
         )
 
 

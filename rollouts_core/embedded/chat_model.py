@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from rollouts_core.embedded.forced_calls import CallForm, find_call_form
 from rollouts_core.embedded.protocol import MAX_CHARS_PER_TOKEN
 from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.errors import DataError
@@ -50,6 +51,8 @@ class ChatForm:
     """Ids of the tokens that end an assistant's turn."""
     has_thoughts: bool
     """True if the template supports thoughts."""
+    call_form: CallForm | None
+    """The text around a tool call, to force calls; None if calls of this template cannot be forced."""
 
     def encode(
         self,
@@ -126,11 +129,14 @@ class ChatModel:
         except DataError:  # the format of tool calls is unknown, so calls remain text of the answer
             dialect = DEFAULT_DIALECT
         template = json.dumps(tokenizer.chat_template)
+        stop_ids = tuple(dict.fromkeys([*stop_token_ids(tokenizer), *dialect.ends]))
+        has_thoughts = any(mark in template for mark in THOUGHT_MARKS)
         return ChatForm(
             tokenizer=tokenizer,
             dialect=dialect,
-            stop_ids=tuple(dict.fromkeys([*stop_token_ids(tokenizer), *dialect.ends])),
-            has_thoughts=any(mark in template for mark in THOUGHT_MARKS),
+            stop_ids=stop_ids,
+            has_thoughts=has_thoughts,
+            call_form=find_call_form(tokenizer, dialect, stop_ids=stop_ids, has_thoughts=has_thoughts),
         )
 
 
@@ -140,11 +146,19 @@ class AnswerReader:
     Args:
         form: the model's chat template. With None, the whole text is the answer.
         tools: JSON schemas of the tools that the model may call.
+        calls_once: drop the tool calls after the first.
     """
 
-    def __init__(self, form: ChatForm | None, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
+    def __init__(
+        self,
+        form: ChatForm | None,
+        tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+        *,
+        calls_once: bool = False,
+    ) -> None:
         from rollouts_core.data.dialects import TurnReader  # slow to import
 
+        self._calls_once = calls_once
         self._reader = None if form is None else TurnReader(form.dialect, tools)
         self._held: dict[type[Piece], str] = {}
         self._begun: set[type[Piece]] = set()
@@ -196,7 +210,8 @@ class AnswerReader:
         for piece in pieces:
             kind = type(piece)
             if isinstance(piece, ToolCall):
-                trimmed.append(piece)
+                if not (self._calls_once and ToolCall in self._begun):
+                    trimmed.append(piece)
             else:
                 is_alone = kind is Said and not self._begun - {Said}
                 text = self._held.pop(kind, "") + piece.text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,10 @@ class Chat:
     """Fields of the request to /generate, except the prompt."""
     has_thoughts_apart: bool = True
     """True to return thoughts separately from the answer, if the chat template supports thoughts."""
+    must_call: str | None = None
+    """Name of the tool that the answer must call, "" for any of `tools`; None if the answer may be text."""
+    calls_once: bool = False
+    """True to permit only one tool call in the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,12 @@ class ChatCall:
     """Reads thoughts and tool calls in the answers; None if answers are plain text."""
     tools: Sequence[dict[str, Any]]  # Any: JSON schemas
     """The tools that the model may call."""
+    calls_once: bool
+    """True to permit only one tool call in an answer."""
+
+    def new_reader(self) -> AnswerReader:
+        """A reader of one answer."""
+        return AnswerReader(self.form, self.tools, calls_once=self.calls_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +96,8 @@ def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
     """Render a chat and convert it to a call of /generate. Tokenizing a long chat is slow.
 
     Raises:
-        RequestError: the model has no chat template, or the template or the engine refuses the chat.
+        RequestError: the model has no chat template, or the template or the engine refuses the chat, or a tool call
+            is required that cannot be forced.
     """
     if model.tokenizer is None:
         raise RequestError("Chats need a tokenizer, but the model directory has no tokenizer.json: use /generate.")
@@ -98,13 +109,35 @@ def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
         sampling["skip_special_tokens"] = False  # some models mark tool calls with special tokens
     prompt = form.encode(chat.messages, chat.tools, context_length=decoder.context_length)
     body = {**chat.fields, "input_ids": prompt, "sampling_params": sampling}
-    call = model.checked(parse_generate(body, None, context_length=decoder.context_length))
-    return ChatCall(generate=call, form=form if reads_turns else None, tools=chat.tools)
+    call = parse_generate(body, None, context_length=decoder.context_length)
+    if chat.must_call is not None:
+        call = _force_call(call, form, chat)
+    return ChatCall(
+        generate=model.checked(call), form=form if reads_turns else None, tools=chat.tools, calls_once=chat.calls_once
+    )
+
+
+def _force_call(call: GenerateCall, form: ChatForm, chat: Chat) -> GenerateCall:
+    """Add the grammar of the required tool call to all requests of a call."""
+    tools = [tool for tool in chat.tools if chat.must_call in ("", tool["function"]["name"])]
+    if not tools:
+        raise RequestError("tool_choice: tools does not have the required function.")
+    if form.call_form is None:
+        raise RequestError(
+            f"tool_choice: calls in the form of this model's chat template ({form.dialect.name}) cannot be forced: use "
+            "auto."
+        )
+    grammar = form.call_form.grammar(tools, is_single=chat.calls_once)
+    try:
+        requests = [replace(each, params=replace(each.params, grammar=grammar)) for each in call.requests]
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    return replace(call, requests=tuple(requests))
 
 
 def read_answer(model: ServedModel, call: ChatCall, completion: Completion, index: int) -> list[Piece]:
     """Split a finished answer into text, thoughts and tool calls."""
-    reader = AnswerReader(call.form, call.tools)
+    reader = call.new_reader()
     return join_pieces(reader.finish(model.text_of_completion(completion, call.generate.requests[index].params)))
 
 
@@ -112,7 +145,7 @@ async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News
     """Yield new parts of all answers until every answer is finished."""
     requests = call.generate.requests
     texts = [new_text_stream(model, call.generate, index) for index in range(len(requests))]
-    readers = [AnswerReader(call.form, call.tools) for _ in requests]
+    readers = [call.new_reader() for _ in requests]
     async with aclosing(follow(model.scheduler, requests)) as news:
         async for index, found in news:
             if isinstance(found, Completion):

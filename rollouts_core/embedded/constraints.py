@@ -1,6 +1,7 @@
-"""Constrained decoding: a JSON schema or a regular expression decides which tokens may come next.
+"""Constrained decoding: a JSON schema, a regular expression or a grammar decides which tokens may come next.
 
-Not here: sampling among the permitted tokens (sampling.py), stop patterns (patterns.py).
+Not here: the grammar of tool calls (forced_calls.py), sampling among the permitted tokens (sampling.py), stop patterns
+(patterns.py).
 
     completion so far -> matcher of llguidance -> permitted next tokens -> logits of other tokens become minus infinity
 
@@ -56,20 +57,24 @@ class Constraints:
         if self._tokenizer is None:
             raise ValueError("json_schema and regex need a tokenizer.json in the model directory.")
         try:
-            problem = self._find_problem(params.json_schema, params.regex)
+            problem = self._find_problem(params.json_schema, params.regex, params.grammar)
         except ImportError as error:
-            message = 'json_schema and regex need llguidance on the server: pip install "rollouts[constraints]".'
+            message = (
+                "json_schema, regex and required tool calls need llguidance on the server: "
+                'pip install "rollouts[constraints]".'
+            )
             raise ValueError(message) from error
         if problem:
-            name = "json_schema" if params.json_schema else "regex"
+            name = "json_schema" if params.json_schema else "regex" if params.regex else "A tool for a required call"
             raise ValueError(f"{name} is not supported: {problem.strip()[:400]}")
 
-    def _validate(self, json_schema: str, regex: str) -> str:
-        """The reason why llguidance cannot enforce a schema or an expression; empty if it can."""
+    def _validate(self, json_schema: str, regex: str, grammar: str) -> str:
+        """The reason why llguidance cannot enforce a constraint; empty if it can."""
         from llguidance import LLMatcher
 
         try:
-            return LLMatcher.validate_grammar(_grammar(json_schema, regex), self._make_tokenizer(), limits=_limits())
+            whole = _grammar(json_schema, regex, grammar)
+            return LLMatcher.validate_grammar(whole, self._make_tokenizer(), limits=_limits())
         except ValueError as error:  # raised if the schema is not JSON
             return str(error)
 
@@ -79,7 +84,7 @@ class Constraints:
             return None
         from llguidance import LLMatcher
 
-        grammar = _grammar(params.json_schema, params.regex)
+        grammar = _grammar(params.json_schema, params.regex, params.grammar)
         matcher = LLMatcher(self._make_tokenizer(), grammar, limits=_limits())
         matcher.consume_tokens(list(output_ids))
         return Constraint(matcher)
@@ -123,12 +128,14 @@ class Constraint:
         self._matcher.consume_token(token_id)
 
 
-def _grammar(json_schema: str, regex: str) -> str:
+def _grammar(json_schema: str, regex: str, grammar: str) -> str:
     from llguidance import LLMatcher
 
     if json_schema:
         return LLMatcher.grammar_from_json_schema(json_schema, overrides={"whitespace_pattern": WHITE_SPACE})
-    return LLMatcher.grammar_from_regex(regex)
+    if regex:
+        return LLMatcher.grammar_from_regex(regex)
+    return LLMatcher.grammar_from_lark(grammar)
 
 
 def _limits() -> LLParserLimits:

@@ -123,6 +123,8 @@ def _prepare_chat(model: ServedModel, body: Json) -> tuple[ChatRequest, ChatCall
         template_values=asked.template_values,
         fields={"sampling_params": asked.sampling_params(asked.limit), "rid": asked.rid, **asked.logprob_fields()},
         has_thoughts_apart=asked.separate_reasoning,
+        must_call=asked.must_call,
+        calls_once=asked.parallel_tool_calls is False,
     )
     return asked, prepare_chat(model, chat)
 

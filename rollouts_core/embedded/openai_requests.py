@@ -246,6 +246,19 @@ class Tool(Fields):
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
+class FunctionName(Fields):
+    """The name of a function."""
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedChoice(Fields):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -255,10 +268,10 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     modalities: list[Literal["text"]] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     separate_reasoning: bool = True
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     tools: Several[Tool] | None = None
     top_logprobs: int | None = None
 
@@ -277,6 +290,13 @@ class ChatRequest(SamplingFields):
     def usable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
         """The tools to show to the model; empty if `tool_choice` is "none"."""
         return [] if self.tool_choice == "none" else [tool.schema_of_tool() for tool in self.tools or []]
+
+    @property
+    def must_call(self) -> str | None:
+        """Name of the tool that the answer must call, "" for any tool; None if the answer may be text."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
 
     def logprob_fields(self) -> dict[str, Json]:
         """The fields of a request to /generate that ask for log-probs."""

@@ -93,6 +93,9 @@ class SamplingParams:
     """A JSON schema that the completion's text must follow; empty for no schema."""
     regex: str = ""
     """A regular expression that the whole text of the completion must match; empty for no expression."""
+    grammar: str = ""
+    """A grammar in llguidance's Lark syntax that the completion must follow; empty for no grammar. Requests cannot set
+    it: the server derives it from the tools of a chat."""
 
     def __post_init__(self) -> None:
         most_tokens = math.inf if self.max_new_tokens is None else self.max_new_tokens
@@ -117,10 +120,13 @@ class SamplingParams:
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
             raise ValueError(f"a stop string may have at most {MAX_STOP_CHARS} characters, got {longest}")
         _check_patterns(self.stop_regex)
-        if self.json_schema and self.regex:
-            raise ValueError("Only one of json_schema and regex can be set.")
-        if max(len(self.json_schema), len(self.regex)) > MAX_GRAMMAR_CHARS:
-            raise ValueError(f"json_schema and regex may have at most {MAX_GRAMMAR_CHARS} characters.")
+        constraints = [each for each in (self.json_schema, self.regex, self.grammar) if each]
+        if len(constraints) > 1:
+            raise ValueError("Only one of json_schema, regex and a required tool call can be set.")
+        if max(map(len, constraints), default=0) > MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"json_schema, regex and the tools of a required call may have at most {MAX_GRAMMAR_CHARS} characters."
+            )
         if not all(math.isfinite(value) for _, value in self.logit_bias):
             raise ValueError("logit_bias must have finite numbers.")
 
@@ -136,8 +142,8 @@ class SamplingParams:
 
     @property
     def is_constrained(self) -> bool:
-        """True if the completion must follow a schema or a regular expression."""
-        return bool(self.json_schema or self.regex)
+        """True if the completion must follow a schema, a regular expression or a grammar."""
+        return bool(self.json_schema or self.regex or self.grammar)
 
     @property
     def is_adjusted(self) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -31,8 +31,9 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.engine_kinds.spec import AdapterForm
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
-from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.protocol import InferenceEngine, ScoringEngine, SegmentAccess
 from rollouts_core.engines.running_calls import RunningCalls
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.transfer.adapters import common_form
 from rollouts_core.engines.transfer.canary import Canary
 from rollouts_core.engines.transfer.rounding import common_dtype
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
 
 MAX_LEAD = 16
 """A request of a group goes to the least busy engine if the engine with the group's cache has over this many more
@@ -139,11 +142,39 @@ class EnginePool(ClosedOnExit):
             NoNumbersError: all engines are gone, and the log-probs of at least one engine were NaN.
             EngineError: an engine refused the request.
         """
+        return await self._ask(lambda engine: engine.generate(requests), len(requests), requests[0].affinity)
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Return log-probs of given tokens in the order of the requests. All engines in use share the requests.
+
+        Raises:
+            EngineUnavailableError: all engines are gone.
+            NoNumbersError: all engines are gone, and the log-probs of at least one engine were NaN.
+            EngineError: an engine refused the request, or cannot score given tokens.
+        """
+
+        async def ask(share: Sequence[ScoringRequest], engine: InferenceEngine) -> list[ScoredTokens]:
+            if not isinstance(engine, ScoringEngine):
+                raise EngineError(f"{engine.name} cannot score given tokens: {type(engine).__name__} has no `score`")
+            return await engine.score(share)
+
+        num_shares = max(1, len(self._members) - len(self.quarantined))
+        shares = [share for number in range(num_shares) if (share := requests[number::num_shares])]
+        scored = await gather([partial(self._ask, partial(ask, share), len(share)) for share in shares])
+        return [scored[number % num_shares][number // num_shares] for number in range(len(requests))]
+
+    async def _ask(
+        self,
+        ask: Callable[[InterruptibleEngine], Awaitable[list[AnswerT]]],
+        num_requests: int,
+        affinity: int | None = None,
+    ) -> list[AnswerT]:
+        """The answers of one engine in use. If the engine fails, it is quarantined, and another engine is asked."""
         while healthy := [member for member in self._members if not member.quarantined]:
-            member = self._choose(healthy, requests[0].affinity)
+            member = self._choose(healthy, affinity)
             try:
-                with member.calls.one(len(requests)):
-                    return await member.engine.generate(requests)
+                with member.calls.one(num_requests):
+                    return await ask(member.engine)
             except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
                 member.without_numbers = (self._published,) if isinstance(error, NoNumbersError) else None
                 self._quarantine(member, str(error))

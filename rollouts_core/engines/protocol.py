@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 
 if TYPE_CHECKING:
     from rollouts_core.engines.transfer.adapters import AdaptedWeights
@@ -73,4 +74,13 @@ class InferenceEngine(Protocol):
 
     async def aclose(self) -> None:
         """Close the connections."""
+        ...
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that computes log-probs of given tokens."""
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Log-probs of given tokens in the order of the requests, from the weights that were loaded last."""
         ...

@@ -28,6 +28,7 @@ from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.recovery import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S
+from rollouts_core.engines.scoring import ScoredTokens, ScoringRequest
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
 from rollouts_core.engines.transfer.canary import Canary
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
@@ -209,6 +210,11 @@ class RoutedPool(ClosedOnExit):
         logger.warning("an engine behind %s served %s; it is left out", self.router.name, ", ".join(sorted(foreign)))
         await self._quarantine_others()
         return await self.pool.generate(requests)
+
+    async def score(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
+        """Log-probs of given tokens in the order of the requests. The engines are asked directly, because a router
+        chooses engines by their caches, which scoring does not use."""
+        return await self.pool.score(requests)
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """The router's answer. The call is interrupted if any engine falls silent, because only the router knows which

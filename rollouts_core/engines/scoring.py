@@ -35,7 +35,8 @@ class ScoringRequest:
     vLLM returns at most 20 unless it was started with a larger `--max-logprobs`."""
     token_ids: tuple[int, ...] = ()
     """Tokens whose log-probs are returned at each position. vLLM computes one more prompt per position for these
-    tokens, and takes at most 128 tokens and 1,024 positions."""
+    tokens, and takes at most 128 tokens and 1,024 positions. With adapters it takes any number of positions, and at
+    most 127 tokens."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens):

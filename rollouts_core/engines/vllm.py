@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import httpx
@@ -69,6 +69,8 @@ vllm/v1/worker/gpu/sample/logit_bias.py); vLLM's older runner has no limit. For 
 each sample with an excluded token is invalid."""
 DEFAULT_MAX_LOGPROBS = 20
 """vLLM's default limit of `prompt_logprobs`, which --max-logprobs changes."""
+MAX_NAMED_TOKENS, MAX_PROMPTS = 128, 1024
+"""vLLM's limits of `logprob_token_ids`, and of prompts in a call."""
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling parameters to send with every request, because vLLM takes other defaults from a model's folder."""
 TOKEN_ID_PREFIX = "token_id:"
@@ -166,35 +168,29 @@ class VLLMEngine(EngineClient):
         ]
 
     async def score_once(self, requests: Sequence[ScoringRequest]) -> list[ScoredTokens]:
-        """Request log-probs once: one call per request, and a second call for its `token_ids`.
+        """Request log-probs once: one call per request, and more calls for its `token_ids`, or all its positions if the
+        server was started for adapters.
 
         Raises:
-            EngineError: the server returns fewer of the most likely tokens than a request wants, or was started for
-                adapters.
+            EngineError: the server returns fewer of the most likely tokens than a request wants.
         """
-        await self._check_scoring(max((request.num_top for request in requests), default=0))
-        named = [request for request in requests if request.token_ids]
-        answers, version = await self._sample_all(
-            lambda _: [*map(_render_scoring, requests), *map(_render_named, named)]
-        )
-        named_answers = iter(answers[len(requests) :])
-        return [
-            _parse_scored_tokens(
-                answer, next(named_answers) if request.token_ids else None, request, self.name, version=version
-            )
-            for answer, request in zip(answers[: len(requests)], requests, strict=True)
-        ]
-
-    async def _check_scoring(self, num_top: int) -> None:
-        """Raise EngineError if the server cannot compute the log-probs that requests want."""
         config = self._field(await self._server_info(), "vllm_config")
+        self._check_num_top(config, max((request.num_top for request in requests), default=0))
         # vLLM 0.32 applies the adapters of the sampled positions, or none, to the logits of all positions of a prompt.
         # On a CPU its process ends: "einsum(): subscript b has size 3 for operand 1 which does not broadcast".
-        if config.get("lora_config"):
-            raise EngineError(
-                f"{self.name} is vLLM, which was started with --enable-lora and can end at a request for log-probs of "
-                "given tokens: start it without adapters, or use SGLang or the embedded engine"
-            )
+        is_sampled = bool(config.get("lora_config"))
+        calls = [_scoring_calls(request, is_sampled=is_sampled) for request in requests]
+        answers, version = await self._sample_all(
+            lambda adapter: [_with_adapter(call.body, adapter) for each in calls for call in each]
+        )
+        remaining = iter(answers)
+        return [
+            _parse_scored_tokens([(call, next(remaining)) for call in each], request, self.name, version=version)
+            for each, request in zip(calls, requests, strict=True)
+        ]
+
+    def _check_num_top(self, config: dict[str, Any], num_top: int) -> None:  # Any: JSON
+        """Raise EngineError if the server returns fewer of the most likely tokens."""
         limit = self._field(config, "model_config").get("max_logprobs", DEFAULT_MAX_LOGPROBS)
         if 0 <= limit < num_top:
             raise EngineError(
@@ -431,47 +427,98 @@ def _parse_completion(
     )
 
 
-def _render_scoring(request: ScoringRequest) -> dict[str, Any]:  # Any: JSON
-    return {
-        "prompt": request.tokens,
-        "max_tokens": 1,  # the smallest number that vLLM accepts
-        "prompt_logprobs": request.num_top,
-    }
+class _ScoringCall(NamedTuple):
+    """A call for log-probs at some positions of a request, and the log-probs that it gives."""
+
+    body: dict[str, Any]  # Any: JSON
+    positions: range
+    gives: tuple[str, ...]
+    """"own" (the log-probs of the request's tokens), "top" and "named"."""
 
 
-def _render_named(request: ScoringRequest) -> dict[str, Any]:  # Any: JSON
+def _with_adapter(body: dict[str, Any], adapter: str) -> dict[str, Any]:  # Any: JSON
+    return {**body, "model": adapter} if adapter else body
+
+
+def _scoring_calls(request: ScoringRequest, *, is_sampled: bool) -> list[_ScoringCall]:
+    """The calls for the log-probs of a request.
+
+    Args:
+        is_sampled: take all log-probs from sampled positions, as those of named tokens, with one prompt per position.
+    """
+    positions = range(request.start, len(request.tokens))
+    if not is_sampled:
+        body = {"prompt": request.tokens, "max_tokens": 1, "prompt_logprobs": request.num_top}  # 1: the smallest number
+        named = [_ScoringCall(_render_sampled(request, positions, request.token_ids), positions, ("named",))]
+        return [_ScoringCall(body, positions, ("own", "top")), *(named if request.token_ids else [])]
+    calls = []
+    while positions:
+        wanted = list(dict.fromkeys(request.token_ids))
+        count = 0
+        for position in positions[:MAX_PROMPTS]:
+            if request.tokens[position] not in wanted:
+                if count and len(wanted) >= MAX_NAMED_TOKENS:
+                    break
+                wanted.append(request.tokens[position])
+            count += 1
+        now, positions = positions[:count], positions[count:]
+        calls.append(_ScoringCall(_render_sampled(request, now, wanted), now, ("own", "named")))
+        if request.num_top:
+            calls.append(_ScoringCall(_render_sampled(request, now, (), request.num_top), now, ("top",)))
+    return calls
+
+
+def _render_sampled(
+    request: ScoringRequest, positions: range, token_ids: Sequence[int], num_top: int = 0
+) -> dict[str, Any]:  # Any: JSON
     """The body of a call with one prompt per position, because vLLM returns log-probs of named tokens only when it
     samples."""
     return {
-        "prompt": [request.tokens[:position] for position in range(request.start, len(request.tokens))],
+        "prompt": [request.tokens[:position] for position in positions],
         "max_tokens": 1,
         "temperature": 1.0,
         **PLAIN_SAMPLING,
-        "logprobs": 0,
-        "logprob_token_ids": request.token_ids,
+        "logprobs": num_top,
+        **({"logprob_token_ids": token_ids} if token_ids else {}),
         "return_tokens_as_token_ids": True,
     }
 
 
 def _parse_scored_tokens(
-    answer: Mapping[str, Any], named: Mapping[str, Any] | None, request: ScoringRequest, name: str, *, version: str
+    answers: Sequence[tuple[_ScoringCall, Any]], request: ScoringRequest, name: str, *, version: str
 ) -> ScoredTokens:  # Any: JSON
+    rows: dict[str, list[dict[int, float]]] = {"own": [], "top": [], "named": []}
     try:
-        choices = sorted(named["choices"], key=lambda each: each["index"]) if named else []
-        if any(each["finish_reason"] == "abort" for each in (answer["choices"][0], *choices)):
-            raise EngineUnavailableError(f"{name} aborted a request for log-probs")
-        rows = [
-            {int(token): read_logprob(found["logprob"]) for token, found in row.items()}
-            for row in answer["choices"][0]["prompt_logprobs"][request.start :]
-        ]
-        named_rows = [
-            {
-                int(token.removeprefix(TOKEN_ID_PREFIX)): read_logprob(logprob)
-                for token, logprob in each["logprobs"]["top_logprobs"][0].items()
-            }
-            for each in choices
-        ]
-        logprobs = [row[token] for row, token in zip(rows, request.tokens[request.start :], strict=False)]
-        return read_scored_tokens(name, request, logprobs=logprobs, top=rows, named=named_rows, version=version)
+        for call, answer in answers:
+            choices = sorted(answer["choices"], key=lambda each: each.get("index", 0))
+            if any(each["finish_reason"] == "abort" for each in choices):
+                raise EngineUnavailableError(f"{name} aborted a request for log-probs")
+            found = _read_prompt_rows(choices[0], request) if "prompt_logprobs" in call.body else _read_rows(choices)
+            for kind in call.gives:
+                rows[kind] += found
+        logprobs = [row[token] for row, token in zip(rows["own"], request.tokens[request.start :], strict=False)]
+        return read_scored_tokens(
+            name, request, logprobs=logprobs, top=rows["top"], named=rows["named"], version=version
+        )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise EngineAnswerError(f"{name} answered log-probs without {error}: {str(answer)[:300]}") from error
+        shown = str([answer for _, answer in answers])[:300]
+        raise EngineAnswerError(f"{name} answered log-probs without {error}: {shown}") from error
+
+
+def _read_prompt_rows(choice: Any, request: ScoringRequest) -> list[dict[int, float]]:  # Any: JSON
+    """Log-probs by token id at each position of a prompt from `start` on."""
+    return [
+        {int(token): read_logprob(found["logprob"]) for token, found in row.items()}
+        for row in choice["prompt_logprobs"][request.start :]
+    ]
+
+
+def _read_rows(choices: Sequence[Any]) -> list[dict[int, float]]:  # Any: JSON
+    """Log-probs by token id at the sampled position of each prompt."""
+    return [
+        {
+            int(token.removeprefix(TOKEN_ID_PREFIX)): read_logprob(logprob)
+            for token, logprob in each["logprobs"]["top_logprobs"][0].items()
+        }
+        for each in choices
+    ]

@@ -16,7 +16,15 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.data.dialects import DEFAULT_DIALECT, DIALECTS, CallError, Dialect, ToolCall, find_dialect
+from rollouts_core.data.dialects import (
+    DEFAULT_DIALECT,
+    DIALECTS,
+    CallError,
+    Dialect,
+    ToolCall,
+    TurnReader,
+    find_dialect,
+)
 from rollouts_core.data.rendering import render_text
 from rollouts_core.errors import DataError
 
@@ -128,6 +136,18 @@ def test_several_calls_and_words_before_them_are_read(name: str, byte_tokenizer:
 def test_a_broken_call_is_told(name: str, text: str) -> None:
     with pytest.raises(CallError):
         Dialect(name=name, template=DIALECTS[name]).read(text, [ADD])
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_turn_that_arrives_in_single_characters_is_read_as_a_whole_one(
+    name: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Otherwise a stream would lose calls whose name is written in several tokens."""
+    byte_tokenizer.chat_template = template_of(name)
+    call = ToolCall("add", {"a": 1, "said": "7 (seven)"})
+    reader = TurnReader(find_dialect(byte_tokenizer), [ADD])
+    pieces = [piece for character in as_written(byte_tokenizer, call) for piece in reader.feed(character)]
+    assert [piece for piece in pieces + reader.finish() if isinstance(piece, ToolCall)] == [call]
 
 
 def test_calls_in_thoughts_are_not_made(byte_tokenizer: PreTrainedTokenizerBase) -> None:

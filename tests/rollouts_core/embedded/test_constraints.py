@@ -108,7 +108,7 @@ def test_a_constraint_survives_a_retraction(scheduler: Scheduler) -> None:
         ({"json_schema": "{"}, "json_schema is not supported"),
         ({"json_schema": '{"type": "wonder"}'}, "json_schema is not supported"),
         ({"json_schema": {}}, "for `json_schema`, expected a string"),
-        ({"regex": "a", "json_schema": "{}"}, "Only one of json_schema and regex"),
+        ({"regex": "a", "json_schema": "{}"}, "Only one of json_schema, regex and"),
         ({"regex": "a" * 70_000}, "at most 65536 characters"),
     ],
 )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,8 +19,19 @@ import torch
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines import ScoredTokens, ScoringRequest, SGLangEngine, VLLMEngine, recovery
+from rollouts_core.engines import (
+    EnginePool,
+    RoutedPool,
+    ScoredTokens,
+    ScoringRequest,
+    SGLangEngine,
+    SGLangRouter,
+    VLLMEngine,
+    recovery,
+    vllm,
+)
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, NoNumbersError
+from tests.rollouts_core.embedded.test_process import serving
 from tests.rollouts_core.embedded.tiny_models import expected_logits, make_model, random_prompt, save_model
 from tests.rollouts_core.served_engine import served_engine
 
@@ -145,7 +158,8 @@ def vllm_answer(body: dict[str, Any], **changed: Any) -> Any:
         row = {"4": {"logprob": -3.0, "rank": 4}, "9": {"logprob": -1.5, "rank": 2}, "8": {"logprob": -0.5, "rank": 1}}
         choice = {"index": 0, "finish_reason": "length", "prompt_logprobs": [None, row, row], **changed}
         return {"choices": [choice]}
-    named = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body["logprob_token_ids"])}
+    likely = sorted(LOGPROBS, key=lambda token: -LOGPROBS[token])[: body["logprobs"]]
+    named = {f"token_id:{token}": LOGPROBS[token] for token in (4, *body.get("logprob_token_ids", likely))}
     prompts = [
         {"index": index, "finish_reason": "length", "logprobs": {"top_logprobs": [named]}}
         for index in range(len(body["prompt"]))
@@ -203,14 +217,24 @@ def test_vllm_that_was_started_to_return_fewer_likely_tokens_is_told_how_to_star
     assert bodies == []
 
 
-def test_vllm_that_was_started_for_adapters_is_not_asked() -> None:
-    """tests/engines/test_adapters.py: the real one ends."""
+def test_vllm_with_adapters_is_asked_at_sampled_positions() -> None:
+    """A real one ends at a request for log-probs of a prompt: tests/engines/test_adapters.py."""
     engine, bodies = scripted(VLLMEngine, lora_config={"max_lora_rank": 16})
-    with pytest.raises(
-        EngineError, match=r"http://engine .*--enable-lora .*: start it without adapters, or use SGLang"
-    ):
-        score(engine, REQUEST)
-    assert bodies == []
+    plain, _ = scripted(VLLMEngine)
+    engine._adapters.current = "run-4"
+    assert score(engine, REQUEST) == score(plain, REQUEST)
+    assert [body["model"] for body in bodies] == ["run-4"] * 2
+    assert {tuple(map(tuple, body["prompt"])) for body in bodies} == {((4,), (4, 8))}
+    assert sorted((body["logprobs"], body.get("logprob_token_ids")) for body in bodies) == [(0, [7, 8, 9]), (2, None)]
+
+
+def test_vllm_with_adapters_gets_no_more_tokens_and_prompts_than_it_takes() -> None:
+    few = ScoringRequest(tokens=[1] * 2051, start=3)
+    assert [len(call.positions) for call in vllm._scoring_calls(few, is_sampled=True)] == [1024, 1024]
+    many = ScoringRequest(tokens=list(range(301)), token_ids=(0, 5))
+    calls = vllm._scoring_calls(many, is_sampled=True)
+    assert [len(call.body["logprob_token_ids"]) for call in calls] == [128, 128, 49]
+    assert [position for call in calls for position in call.positions] == list(range(1, 301))
 
 
 @pytest.mark.parametrize(
@@ -238,3 +262,84 @@ def test_an_unusable_answer_is_an_error_that_names_the_engine(
     engine, _ = scripted(client, **changed)
     with pytest.raises(error, match=f"http://engine.*{problem}"):
         score(engine, REQUEST)
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_several_engines_share_what_is_scored(is_routed: bool, model: PreTrainedModel, model_dir: Path) -> None:
+    requests = [ScoringRequest(tokens=random_prompt(5 + number, seed=number)) for number in range(7)]
+
+    async def run(first: SGLangEngine, second: SGLangEngine) -> list[ScoredTokens]:
+        pool: EnginePool | RoutedPool = EnginePool([first, second])
+        if is_routed:
+            pool = RoutedPool(SGLangRouter("http://nowhere"), cast("EnginePool", pool), [first, second])
+        async with pool:
+            await pool.load_weights(model_dir, "v-1")
+            assert await pool.score([]) == []
+            return await pool.score(requests)
+
+    with served_engine(model_dir) as (first, one), served_engine(model_dir) as (second, other):
+        counts = [count_submitted(scheduler) for scheduler in (one, other)]
+        answers = asyncio.run(run(first, second))
+    assert [len(count) for count in counts] == [4, 3]
+    for request, scored in zip(requests, answers, strict=True):
+        check_logprobs(model, request, scored)
+        assert scored.version == "v-1"
+
+
+def count_submitted(scheduler: Scheduler) -> list[str]:
+    """The ids of the requests that ask a scheduler for log-probs of a prompt."""
+    ids: list[str] = []
+    submit = scheduler.submit
+
+    def count(request: Any, **options: Any) -> Any:
+        if request.params.max_new_tokens == 0:
+            ids.append(request.request_id)
+        return submit(request, **options)
+
+    scheduler.submit = count  # type: ignore[method-assign]
+    return ids
+
+
+def check_logprobs(model: PreTrainedModel, request: ScoringRequest, scored: ScoredTokens) -> None:
+    expected_TV = expected_logits(model, request.tokens).log_softmax(-1)[request.start - 1 : -1]
+    expected_T = expected_TV.gather(-1, torch.tensor(request.tokens[request.start :])[:, None])[:, 0]
+    assert scored.logprobs == pytest.approx(expected_T.tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_amid_scoring_is_replaced_by_another(model: PreTrainedModel, model_dir: Path) -> None:
+    """Its process is stopped first, so that it has its share when it is killed."""
+    requests = [ScoringRequest(tokens=random_prompt(5 + number, seed=number)) for number in range(8)]
+
+    async def run(urls: list[str], killed: subprocess.Popen[str]) -> list[ScoredTokens]:
+        async with EnginePool([SGLangEngine(url, restart_timeout_s=0.5) for url in urls], retry_s=60.0) as pool:
+            await pool.load_weights(model_dir, "v-1")
+            killed.send_signal(signal.SIGSTOP)
+            scoring = asyncio.create_task(pool.score(requests))
+            await asyncio.sleep(1.0)
+            assert not scoring.done()
+            killed.kill()
+            answers = await asyncio.wait_for(scoring, 60.0)
+            assert list(pool.quarantined) == [urls[0]]
+            return answers
+
+    with serving(model_dir) as (first, one), serving(model_dir) as (_, other):
+        answers = asyncio.run(run([one, other], first))
+    assert len(answers) == len(requests)
+    for request, scored in zip(requests, answers, strict=True):
+        check_logprobs(model, request, scored)
+
+
+def test_an_engine_that_cannot_score_is_named() -> None:
+    class Other:
+        name = "http://other"
+
+        async def aclose(self) -> None:
+            return None
+
+    async def run() -> None:
+        async with EnginePool([cast("Any", Other())]) as pool:
+            await pool.score([REQUEST])
+
+    with pytest.raises(EngineError, match="http://other cannot score given tokens: Other has no `score`"):
+        asyncio.run(run())
