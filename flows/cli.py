@@ -56,6 +56,7 @@ from rollouts.flows.commands.terminal import (
     describe_finding,
     emit,
     say,
+    served_at,
     show_checks,
 )
 from rollouts.flows.commands.trigger import trigger_run
@@ -399,11 +400,13 @@ def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> 
             typer.echo(f"{shown_lines(describe_row(shown))}\n")
 
 
-def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
+def ui(store: Store = DEFAULT_STORE, port: Port = 0, as_json: AsJson = False) -> None:
     """Serve Prefect's UI with the runs of the store, until Ctrl-C."""
     check_writable(store)
     with local_server(store, port=port) as address:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C stops it)")
+        if as_json:
+            emit([served_at(address.ui_url)])
         if address.password:
             console.print(f"log in with {address.password}", markup=False)
         with suppress(KeyboardInterrupt):
@@ -422,6 +425,7 @@ def watch(
             "a heartbeat every three minutes, or every PREFECT_FLOWS_HEARTBEAT_FREQUENCY seconds.",
         ),
     ] = SILENT_MINUTES,
+    as_json: AsJson = False,
 ) -> None:
     """Serve web pages with the curves and samples of the store's runs, until Ctrl-C.
 
@@ -432,11 +436,15 @@ def watch(
     check_writable(store)
     if address := find_live_pages(store):
         console.print(f"the pages about the runs of {store} are already served at {address.url}", markup=False)
+        if as_json:
+            emit([served_at(address.url)])
         return
     if is_new:
         console.print(f"{store} did not exist: the pages show its runs when they begin", markup=False)
     with served_live_pages(store) as address, suppress(KeyboardInterrupt):
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C stops it)", markup=False)
+        if as_json:
+            emit([served_at(address.url)])
         user, _, password = own_password(store.resolve() / "prefect").partition(":")
         console.print(f"log in as {user} with the password {password}", markup=False)
         if named_url():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from rollouts.flows.commands.terminal import console
+from rollouts.flows.commands.terminal import console, emit
 from rollouts_core.embedded.chatting import Chat, follow_chat, loaded_model, prepare_chat
 from rollouts_core.embedded.openai_api import split_pieces
 from rollouts_core.embedded.running import Completion
@@ -55,8 +55,12 @@ class Talker:
     messages: list[Message] = field(default_factory=list)
 
 
-def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> None:
-    """Send each line of standard input to the models, and print their answers, until the input ends."""
+def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int, as_json: bool = False) -> None:
+    """Send each line of standard input to the models, and print their answers, until the input ends.
+
+    Args:
+        as_json: print each whole answer as an object of the kind `answer`.
+    """
     with ExitStack() as stack:
         models = [
             stack.enter_context(loaded_model(folder, name, num_threads=threads)) for name, folder in folders.items()
@@ -69,7 +73,7 @@ def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> No
             if line.startswith("/"):
                 settings = obey(line, settings, talkers)
             elif line:
-                _answer(line, settings, talkers)
+                _answer(line, settings, talkers, as_json=as_json)
 
 
 def _lines() -> Iterator[str]:
@@ -119,10 +123,10 @@ def _set(rest: str, settings: Settings) -> Settings:
     return changed
 
 
-def _answer(line: str, settings: Settings, talkers: list[Talker]) -> None:
+def _answer(line: str, settings: Settings, talkers: list[Talker], *, as_json: bool) -> None:
     """Let all models generate at once, and print their answers one after another."""
     try:
-        asyncio.run(_answer_all(line, settings, talkers))
+        asyncio.run(_answer_all(line, settings, talkers, as_json=as_json))
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         console.print("the answer was interrupted; /reset forgets the conversation")
@@ -131,13 +135,21 @@ def _answer(line: str, settings: Settings, talkers: list[Talker]) -> None:
         raise SystemExit(1) from None
 
 
-async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> None:
+async def _answer_all(line: str, settings: Settings, talkers: list[Talker], *, as_json: bool) -> None:
     parts: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in talkers]
+    num_before = {talker.model.name: len(talker.messages) for talker in talkers}
     tasks = [
         asyncio.create_task(_say(line, settings, talker, queue)) for talker, queue in zip(talkers, parts, strict=True)
     ]
     try:
         for talker, queue in zip(talkers, parts, strict=True):
+            if as_json:
+                while await queue.get() is not None:
+                    pass
+                name = talker.model.name
+                for message in talker.messages[num_before[name] + 1 :]:  # empty if the model failed
+                    emit([{"kind": "answer", "model": name, "prompt": line, "message": message}])
+                continue
             if len(talkers) > 1:
                 sys.stdout.write(f"[{talker.model.name}]\n")
             while (part := await queue.get()) is not None:

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from typer._completion_shared import get_completion_script
 
+from rollouts.flows.commands.terminal import AsJson, print_text
 from rollouts.flows.overview import ASKED_BY
 from rollouts_core.errors import InputError
 
@@ -24,6 +25,7 @@ NO_SPACE = "    [[ ${COMPREPLY-} == *[=.] ]] && compopt -o nospace\n    return 0
 
 def completion(
     shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+    as_json: AsJson = False,
 ) -> None:
     """Print the completion script of a shell: `source <(rollouts completion bash)` in ~/.bashrc, or zsh in ~/.zshrc.
 
@@ -32,7 +34,8 @@ def completion(
     if shell not in SHELLS:
         raise InputError(f"completion does not support {shell}: expected one of {', '.join(SHELLS)}")
     script = get_completion_script(prog_name="rollouts", complete_var=ASKED_BY, shell=shell)
-    typer.echo(script.replace("    return 0\n", NO_SPACE) if shell == "bash" else script)
+    script = script.replace("    return 0\n", NO_SPACE) if shell == "bash" else script
+    print_text(f"{script}\n", as_json=as_json)
 
 
 def complete_preset(incomplete: str) -> list[str]:

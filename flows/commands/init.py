@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollouts.flows.commands.terminal import DEFAULT_STORE, Store
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, tell
 
 if TYPE_CHECKING:
     from rollouts.flows.new_configuration import DataName
@@ -68,6 +68,7 @@ def init(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Create the configuration file CONFIG from answers to questions, or from options, and validate it.
 
@@ -91,3 +92,5 @@ def init(
         force=force,
     )
     write_first_configuration(options, store)
+    if as_json:
+        tell(f"wrote {config}", as_json=True)

@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from rollouts.flows.assignments import assigned_value
+from rollouts.flows.commands.terminal import AsJson, print_text
 from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
@@ -49,6 +50,7 @@ def prefect_yaml(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A variable of the pool's jobs, such as image=...; repeatable."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a prefect.yaml that deploys these configurations to a shared Prefect server.
 
@@ -56,7 +58,8 @@ def prefect_yaml(
     """
     variables = dict(_parse_variable(each) for each in job_variable or [])
     deployments = [deployment for path in configs for deployment in deployments_of(path)]
-    typer.echo(render_prefect_yaml(deployments, store, pool=pool, queue=queue, job_variables=variables), nl=False)
+    text = render_prefect_yaml(deployments, store, pool=pool, queue=queue, job_variables=variables)
+    print_text(text, as_json=as_json)
 
 
 def render_prefect_yaml(

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from rollouts.flows.commands.completion import complete_preset
+from rollouts.flows.commands.terminal import AsJson, emit
 from rollouts.flows.deployments import PRESETS
 from rollouts.flows.form import Pipeline, parse_pipeline
 from rollouts_core.config import read_settings
@@ -30,18 +31,27 @@ def preset(
             metavar="[NAME]", help="Name of the preset; without it, list all presets.", autocompletion=complete_preset
         ),
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Print the preset NAME, a configuration to start from; without NAME, list them.
 
     `rollouts run --preset sft_qwen` runs a preset. `rollouts preset sft_qwen > my.toml` copies a preset to a file.
     """
     found = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.toml"))}
+    if name:
+        check_preset(name)
+    if as_json:
+        chosen = [name] if name else sorted(found)
+        emit(
+            {"kind": "preset", "name": each, "about": first_sentence(found[each]), "text": found[each]}
+            for each in chosen
+        )
+        return
     if not name:
         width = max(map(len, found))
         for each, text in found.items():
             typer.echo(f"{each:<{width}}  {first_sentence(text)}")
         return
-    check_preset(name)
     typer.echo(found[name], nl=False)
 
 

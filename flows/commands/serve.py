@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from rollouts.flows.commands.models import only_line, open_registry
-from rollouts.flows.commands.terminal import DEFAULT_STORE, console
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, console, emit, served_at
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ports import check_loopback
@@ -62,6 +62,7 @@ def serve(
         ),
     ] = "",
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a checkpoint over the APIs of OpenAI and Anthropic, with the embedded engine, SGLang or vLLM.
 
@@ -86,6 +87,8 @@ def serve(
         check_loopback()
 
     def announce(url: str) -> None:
+        if as_json:
+            emit([served_at(url)])
         console.print(f"serving {model_dir} at {url} (Ctrl-C stops it)", markup=False)
         console.print(render_examples(url, model, model_dir, has_key=bool(api_key)), markup=False)
 
@@ -155,6 +158,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Chat with one model, or with two at once. Each line of input is a message.
 
@@ -168,7 +172,7 @@ def chat(
     from rollouts.flows.commands.chat import Settings, talk  # loads torch
 
     settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
-    talk(folders, settings, threads=threads)
+    talk(folders, settings, threads=threads, as_json=as_json)
 
 
 def find_checkpoint(given: str, store: Path) -> Path:

@@ -68,6 +68,19 @@ def tell(said: str, *, as_json: bool) -> None:
         typer.echo(said)
 
 
+def served_at(url: str) -> dict[str, str]:
+    """The JSON object of a server that a command has started or found."""
+    return {"kind": "address", "url": url}
+
+
+def print_text(text: str, *, as_json: bool) -> None:
+    """Print a text that other programs read, or an object of the kind `text`."""
+    if as_json:
+        emit([{"kind": "text", "text": text}])
+    else:
+        typer.echo(text, nl=False)
+
+
 def describe_finding(finding: str) -> dict[str, str]:
     """The JSON object of a finding of the checks."""
     return {

@@ -33,7 +33,16 @@ from rollouts.flows.commands.serving_state import (
     served_elsewhere,
 )
 from rollouts.flows.commands.status import describe_machines, going_jobs
-from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
+from rollouts.flows.commands.terminal import (
+    DEFAULT_STORE,
+    LOOKING_FOR_SERVER,
+    AsJson,
+    Port,
+    Store,
+    console,
+    emit,
+    served_at,
+)
 from rollouts.flows.deployments import (
     Deployment,
     check_names,
@@ -93,6 +102,7 @@ def up(
             "store. 0: remove nothing. Default: unchanged (initially 0).",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start a Prefect server in the background, with a deployment for each preset and each CONFIG. `rollouts down`
     stops it.
@@ -146,31 +156,39 @@ def up(
         console.print(f"               (saved in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
         console.print(f"port           {port} is for the next server of the store: the current one has another port")
+    if as_json:
+        emit([{**served_at(address.ui_url), "process": serving.pid, "deployments": sorted(serving.deployments)}])
     console.print(f"see the runs   rollouts status{at_store}", markup=False, soft_wrap=True)
     console.print(f"end it         rollouts down{at_store} (training jobs go on)", markup=False, soft_wrap=True)
 
 
-def down(store: Store = DEFAULT_STORE) -> None:
+def down(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """Stop the Prefect server and the runs of `rollouts up`. The training jobs of these runs go on."""
+
+    def say(outcome: str, about: str) -> None:
+        console.print(f"{outcome:<15}{about}" if outcome else about, markup=False)
+        if as_json:
+            emit([{"kind": "ended" if outcome == "ended" else "left", "outcome": outcome, "message": about}])
+
     home = store.resolve() / "prefect"
     serving = _wait_until_begun(store)
     if serving is None:
-        console.print(f"nothing serves the deployments of {store}", markup=False)
+        say("", f"nothing serves the deployments of {store}")
     else:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if is_serving(home):
                 _send_signal(serving, number, store)
                 _wait_until_free(home, DOWN_TIMEOUT_S)
-        console.print(f"ended          process {serving.pid}")
+        say("ended", f"process {serving.pid}")
     deadline = time.monotonic() + SERVER_END_S
     while (address := running_server(store)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if address:
-        console.print(f"kept           the Prefect server at {address.ui_url}: another command or a run uses it")
+        say("kept", f"the Prefect server at {address.ui_url}: another command or a run uses it")
     for job in going_jobs(store.resolve()):
-        console.print(f"left alone     {job.sentence()}", markup=False)
+        say("left alone", job.sentence())
     for line in describe_machines(store.resolve()):
-        console.print(f"still rented   {line}: rollouts nodes release ends it", markup=False)
+        say("still rented", f"{line}: rollouts nodes release ends it")
 
 
 def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:

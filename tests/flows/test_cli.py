@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app, explain_server, run_pipeline
 from rollouts.flows.commands.status import LIVE_FILE
+from rollouts.flows.deployments import PRESETS
 from rollouts.flows.form import Pipeline, load_pipeline
 from rollouts.flows.live import STATE_FILE
 from rollouts.flows.overview import create_overview
@@ -55,13 +56,13 @@ SURFACE = {
     "quickstart": ["--store", "--seed", "--port", "--json"],
     "init": [
         *("[CONFIG]", "--model", "--goal", "--sft", "--prompts", "--selection", "--heldout", "--reward", "--machine"),
-        *("--python", "--gpu", "--max-usd", "--convert", "--force", "--store"),
+        *("--python", "--gpu", "--max-usd", "--convert", "--force", "--store", "--json"),
     ],
-    "preset": ["[NAME]"],
+    "preset": ["[NAME]", "--json"],
     "explain": ["[NAME]", "--json"],
-    "completion": ["SHELL"],
+    "completion": ["SHELL", "--json"],
     "validate": ["CONFIG [KEY=VALUE]...", "--store", "--preset", "--show", "--json"],
-    "ui": ["--store", "--port"],
+    "ui": ["--store", "--port", "--json"],
     "serve": [
         "MODEL",
         "--engine",
@@ -76,9 +77,11 @@ SURFACE = {
         "--engine-args",
         "--api-key",
         "--store",
+        "--json",
     ],
     "chat": [
         *("MODEL", "[OTHER]", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--threads", "--store"),
+        "--json",
     ],
     "gpus": [
         *("--gpu", "--count", "--min-vram", "--max-price", "--disk", "--region"),
@@ -90,11 +93,11 @@ SURFACE = {
     "cancel": ["RUN", "--store", "--json"],
     "notify": ["[NAME]", "--url-variable", "--on", "--remove", "--store", "--json"],
     "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store", "--json"],
-    "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
+    "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable", "--json"],
     "pull": ["URL", "DIR", "--json"],
-    "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots", "--keep-days"],
-    "watch": ["--store", "--silent-after"],
-    "down": ["--store"],
+    "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots", "--keep-days", "--json"],
+    "watch": ["--store", "--silent-after", "--json"],
+    "down": ["--store", "--json"],
     "status": ["--store", "--json"],
     "prune": ["--store", "--days", "--max-gb", "--yes", "--json"],
     "plugins": ["--json"],
@@ -140,6 +143,21 @@ def command_group() -> TyperGroup:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     return group
+
+
+def test_every_command_gives_its_results_as_json() -> None:
+    commands = command_group().commands.items()
+    assert [name for name, each in commands if "as_json" not in {option.name for option in each.params}] == []
+
+
+def test_what_a_command_prints_comes_as_an_object() -> None:
+    listed = CliRunner().invoke(app, ["preset", "--json"])
+    names = [json.loads(line)["name"] for line in listed.stdout.splitlines()]
+    assert names == sorted(path.stem for path in PRESETS.glob("*.toml"))
+    [shown] = CliRunner().invoke(app, ["preset", "quickstart", "--json"]).stdout.splitlines()
+    assert json.loads(shown)["text"] == (PRESETS / "quickstart.toml").read_text()
+    [script] = CliRunner().invoke(app, ["completion", "fish", "--json"]).stdout.splitlines()
+    assert json.loads(script) == {"kind": "text", "text": CliRunner().invoke(app, ["completion", "fish"]).stdout}
 
 
 def test_the_commands_and_their_options_are_these() -> None:

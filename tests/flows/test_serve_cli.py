@@ -145,8 +145,11 @@ def test_two_models_answer_the_same(story_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_long_a_message_is_refused_and_the_chat_goes_on(story_dir: Path) -> None:
-    said = say("x" * 2000 + "\nSay it.\n", str(story_dir), "--temperature", "0")
-    assert said.returncode == 0 and said.stdout.splitlines()[-1] == SAID
+    said = say("x" * 2000 + "\nSay it.\n", str(story_dir), "--temperature", "0", "--json")
+    answer = {"kind": "answer", "model": str(story_dir), "prompt": "Say it."}
+    assert said.returncode == 0 and json.loads(said.stdout) == answer | {
+        "message": {"role": "assistant", "content": SAID}
+    }
     assert "longer than the model's context length (1024 tokens)" in said.stderr
 
 
