@@ -77,7 +77,7 @@ from tests.kit.small_pipeline import small_settings
             {"kind": "tgi"},
             "rollout.engine.kind: input should be 'embedded', 'sglang', 'vllm' or 'auto'",
         ),
-        ("rollout__engine", {"extra_args": ["-x"]}, "engine.extra_args is a setting for the kinds"),
+        ("rollout__engine", {"kind": "embedded", "extra_args": ["-x"]}, "engine.extra_args is a setting for the kinds"),
         ("deployment__num_engines", 0, "deployment.num_engines: input should be greater than or equal to 1"),
         ("deployment__trainer_gpu_ranks", [-1], "deployment.trainer_gpu_ranks.0: input should be greater than"),
         ("training__sft__optim__lr", NAN, "training.sft.optim.lr: must be a finite number, found nan"),

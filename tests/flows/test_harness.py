@@ -193,7 +193,6 @@ def test_a_folder_is_scored_once_and_a_failed_harness_is_quoted(
     ("arguments", "said"),
     [
         (["small.toml", "--limit", "3"], "--limit is an option of benchmarks: add --lm-eval TASK"),
-        (["small.toml", "--json"], "--json is an option of benchmarks"),
         (["{file}", "--lm-eval", "sums"], "and {file} is a file: give a run"),
         (["story", "base", "--lm-eval", "sums"], "MODEL cannot be used with --lm-eval"),
         (["story", "--lm-eval", "sums", "--data", "rows.jsonl"], "--data cannot be used with --lm-eval"),

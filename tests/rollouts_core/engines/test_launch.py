@@ -292,4 +292,4 @@ def test_a_killed_engine_leaves_no_sockets_behind(
 @pytest.mark.parametrize("setting", [{"python": "/x"}, {"extra_args": ["-x"]}, {"dtype": "bfloat16"}])
 def test_the_embedded_engine_refuses_what_it_would_ignore(setting: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match='is a setting for the kinds "sglang" and "vllm": remove it'):
-        EngineConfig.model_validate(setting)
+        EngineConfig.model_validate({"kind": "embedded", **setting})
