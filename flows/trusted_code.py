@@ -112,7 +112,7 @@ def is_trusted(named: Named, trusted: Collection[str]) -> bool:
 
 
 def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
-    """The values that need trust in a record of settings and in its nested records.
+    """The values that need trust in a record of settings and in its nested records. Defaults need no trust.
 
     Args:
         place: dotted name of the setting that contains the record.
@@ -122,6 +122,8 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
         setting, value = f"{place}.{name}".lstrip("."), getattr(settings, name)
         mark = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         if kind := str(mark.get("needs_trust", "")):
+            if value == field.default:
+                continue
             target = str(getattr(settings, str(mark["sent_to"]))) if "sent_to" in mark else ""
             found += [Named(setting=at, kind=kind, value=word) for at, word in _words_of(setting, kind, value, target)]
             continue
@@ -135,8 +137,10 @@ def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
 def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
     """The parts of a marked setting's value that need trust, each with the setting's name.
 
-    Empty texts, and numbers in a list of arguments, need no trust.
+    Empty texts, and numbers in a list of arguments, need no trust. A switch that is on is trusted by its name.
     """
+    if isinstance(value, bool):
+        return [(setting, setting.rpartition(".")[2])] if value else []
     if kind == "function":
         module, colon, _ = name_of_function(value).partition(":")
         return [(setting, module)] if colon else []

@@ -95,16 +95,16 @@ class SSHMachine(PackageSettings):
     key_variable: str = Field("", pattern=VARIABLE)
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
-    host_key: str = ""
+    host_key: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to look up the host
     key in known_hosts."""
-    known_hosts: str = "~/.ssh/known_hosts"
+    known_hosts: str = Field("~/.ssh/known_hosts", json_schema_extra=RUNS_PROGRAM)
     """File in OpenSSH's format for looking up the machine's host key."""
     proxy_jump: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Machines to jump through, as for `ssh -J`: user@bastion:port or a name in ~/.ssh/config, separated by commas."""
     ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave `ssh_config` empty for ~/.ssh/config."""
-    trust_first_use: bool = Field(default=False, strict=True)
+    trust_first_use: bool = Field(default=False, strict=True, json_schema_extra=RUNS_PROGRAM)
     """Accept and store the host key that an unknown machine shows at the first login, and refuse any other key
     later."""
     root: str = "~/rollouts"
@@ -203,7 +203,7 @@ class InstanceNode(PackageSettings):
     key_variable: str = Field("", pattern=VARIABLE)
     """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
     credentials contain the key."""
-    host_key: str = ""
+    host_key: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave `host_key` empty to accept the key of
     the first login and refuse any other key later."""
     root: str = "~/rollouts"

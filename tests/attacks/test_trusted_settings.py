@@ -42,7 +42,7 @@ JUDGE = {"kind": "judge", "model": "m", "api_key_variable": "AWS_SECRET_ACCESS_K
 HARMLESS = {
     *("name", "store", "publish", "credentials", "register_as", "fresh", "report_to"),  # RunOptions
     *("model", "against", "data", "sources", "cron", "time_zone", "overlap"),  # EvaluateConfig, RetrainConfig, schedule
-    *("kind", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts"),
+    *("kind", "root", "install", "key_file", "key_variable", "host_keys"),
     *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
     *(
         "mode",
@@ -117,7 +117,10 @@ def check(node: dict[str, Any] | None = None, **rollout: Any) -> None:  # Any: s
         (SSH | {"python": "/tmp/evil.sh"}, "node.python"),
         (SSH | {"package_index": "http://evil.example/simple"}, "node.package_index"),
         (SSH | {"requirements": "/tmp/evil.txt"}, "node.requirements"),
-        (SSH | {"proxy_jump": "me@evil.example", "host_key": f"SHA256:{'e' * 43}"}, "node.proxy_jump"),
+        (SSH | {"proxy_jump": "me@evil.example"}, "node.proxy_jump"),
+        (SSH | {"host_key": f"SHA256:{'e' * 43}"}, "node.host_key"),
+        (SSH | {"known_hosts": "/tmp/evil"}, "node.known_hosts"),
+        (SSH | {"trust_first_use": True}, "node.trust_first_use"),
         (SSH | {"trainer_nodes": [{"host": "me@10.0.0.9", "python": "/usr/bin/python3"}]}, "node.trainer_nodes.0.host"),
         ({"kind": "instance", "instance": "runpod:a", "python": "/tmp/evil.sh"}, "node.python"),
         (RENTED | {"setup": ["true", "curl evil.example"]}, "node.setup.1"),
