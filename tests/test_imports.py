@@ -120,11 +120,11 @@ PACKAGES_BESIDE_TORCH = (
 )
 """What a machine with torch and transformers often lacks."""
 NEEDED = {
-    "": "types batch filters comparison metrics checkpoint seeds stopping optimizer_step data.packing data.data_buffer "
+    "": "types batch filters comparison metrics seeds stopping optimizer_step data.packing data.data_buffer "
     "algorithms.mismatch model.attention model.logprobs model.model_shape model.rms_norm model.weight_sample "
     "backends.optim backends.process_group backends.protocol backends.snapshot",
-    "pydantic": "config job fingerprint algorithms.advantages algorithms.loss data.dataset model.policy model.varlen "
-    "backends.pytorch backends.fsdp rl_batch sft checks.resource_needs",
+    "pydantic": "checkpoint config job fingerprint algorithms.advantages algorithms.loss data.dataset model.policy "
+    "model.varlen backends.pytorch backends.fsdp rl_batch sft checks.resource_needs",
     "pydantic blake3": "embedded.decoder embedded.segments",
     "pydantic jsonschema": "environments rewards",
     "pydantic blake3 jsonschema orjson httpx_aiohttp": "engines rl rollout.manager",

@@ -45,6 +45,8 @@ prompts = "prompts.jsonl"
 heldout = "heldout.jsonl"
 [rollout]
 environment = "arithmetic"
+[rollout.engine]
+kind = "embedded"
 """
 KINDS: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,

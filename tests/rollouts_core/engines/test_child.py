@@ -164,8 +164,8 @@ def test_an_engine_that_cannot_start_is_one_sentence(
     with pytest.raises(EngineError, match=r"model-0 ended by itself: exit code 3\nThe last lines of .*:\nbye$"):
         main(["eval", str(tmp_path / "full/job.json")])
 
-    silent = write_engine("echo loading; exec sleep 600").model_copy(update={"start_timeout_s": 5})
-    with pytest.raises(EngineUnavailableError, match=r"did not answer within 5 s .*engine-0\.txt is 'loading'"):
+    silent = write_engine("echo loading; exec sleep 600").model_copy(update={"start_timeout_s": 20})
+    with pytest.raises(EngineUnavailableError, match=r"did not answer within 20 s .*engine-0\.txt is 'loading'"):
         main(["eval", str(write_job(tmp_path / "silent", silent, [base_model], rows, ONE_THREAD))])
 
 
