@@ -50,6 +50,9 @@ from rollouts.flows.commands.terminal import (
     DEFAULT_STORE,
     LOOKING_FOR_SERVER,
     AsJson,
+    EngineArgs,
+    EngineGpus,
+    EnginePython,
     Port,
     Store,
     console,
@@ -227,13 +230,9 @@ def evaluate(
     engine: Annotated[
         str, typer.Option(metavar="KIND", help="With --lm-eval: embedded (default), sglang or vllm.")
     ] = "",
-    gpus: Annotated[str, typer.Option(metavar="0,1", help="With --lm-eval: GPUs of sglang or vllm.")] = "",
-    engine_python: Annotated[
-        str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")
-    ] = "",
-    engine_args: Annotated[
-        str, typer.Option(metavar="'--A B'", help="Further arguments for the server of sglang or vllm.")
-    ] = "",
+    gpus: EngineGpus = "",
+    engine_python: EnginePython = "",
+    engine_args: EngineArgs = "",
     as_json: AsJson = False,
 ) -> None:
     """Score a model on held-out rows with the settings of CONFIG, as a run of CONFIG does at its end.

@@ -15,7 +15,16 @@ from typing import Annotated
 import typer
 
 from rollouts.flows.commands.models import only_line, open_registry
-from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, console, emit, served_at
+from rollouts.flows.commands.terminal import (
+    DEFAULT_STORE,
+    AsJson,
+    EngineArgs,
+    EngineGpus,
+    EnginePython,
+    console,
+    emit,
+    served_at,
+)
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ports import check_loopback
@@ -41,18 +50,12 @@ def serve(
     context_length: Annotated[
         int, typer.Option(min=0, help="Most tokens of a prompt and its answer (0: what the model and memory allow).")
     ] = 0,
-    gpus: Annotated[
-        str, typer.Option(metavar="0,1", help="GPUs of sglang or vllm, which share the model; default: the first GPU.")
-    ] = "",
-    engine_python: Annotated[
-        str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")
-    ] = "",
+    gpus: EngineGpus = "",
+    engine_python: EnginePython = "",
     engine_install: Annotated[
         str, typer.Option(metavar="HOW", help="Way to install a missing sglang or vllm: auto, uv, pip or never.")
     ] = "",
-    engine_args: Annotated[
-        str, typer.Option(metavar="'--A B'", help="Further arguments for the server of sglang or vllm.")
-    ] = "",
+    engine_args: EngineArgs = "",
     api_key: Annotated[
         str,
         typer.Option(

@@ -38,6 +38,11 @@ Port = Annotated[
     ),
 ]
 
+EngineGpus = Annotated[
+    str, typer.Option(metavar="0,1", help="GPUs of sglang or vllm, which share the model; default: the first GPU.")
+]
+EnginePython = Annotated[str, typer.Option(metavar="PATH", help="Interpreter of the environment with sglang or vllm.")]
+EngineArgs = Annotated[str, typer.Option(metavar="'--A B'", help="Further arguments for the server of sglang or vllm.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object per line, each with a `kind`.")]
 
 LOOKING_FOR_SERVER = "prefect        looking for the server, and starting one if none runs (about eight seconds)"
