@@ -102,7 +102,7 @@ def bootstrap(
             progress.say(warning)
         if is_open(config):
             choice = choose_on_node(session, ready, settings, config, size)
-            progress.say(str(choice))
+            progress.say(choice.describe(config.rollout.engine))
             placed = "" if ENGINES[choice.kind].is_own else ready.placement  # an embedded engine needs no GPU
             ready = replace(ready, engine_kind=choice.kind, placement=placed)
             config = with_choice_of(config, ready)

@@ -48,6 +48,16 @@ class EngineChoice:
     def __str__(self) -> str:
         return f"rollout.engine: auto chooses {self.kind}, because {self.reason}"
 
+    def describe(self, engine: EngineConfig) -> str:
+        """Text about the choice, which names the user's settings that the chosen engine does not use.
+
+        Args:
+            engine: the settings before the choice.
+        """
+        default = EngineConfig()
+        unused = [name for name in DEFAULTS_OF_OWN if getattr(engine, name) != getattr(default, name)]
+        return f"{self}; it does not use {' and '.join(unused)}" if unused and self.kind == WITHOUT_GPUS else f"{self}"
+
 
 def is_open(config: Config) -> bool:
     """True if the run samples completions with `rollout.engine.kind = "auto"`, and no engine is chosen yet."""

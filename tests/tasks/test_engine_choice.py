@@ -34,7 +34,7 @@ from rollouts.tasks.engine_choice import (
 )
 from rollouts.tasks.plan import plan_training
 from rollouts.tasks.records import RunScope
-from rollouts_core.config import Config
+from rollouts_core.config import Config, EngineConfig
 from rollouts_core.model.model_size import find_model_size
 from rollouts_core.stages.planning import base_model
 from tests.kit.small_pipeline import small_settings, write_small_pipeline
@@ -78,6 +78,12 @@ def test_the_engine_is_that_of_the_machine(
 
 
 def test_the_reason_names_the_gpu_and_the_program() -> None:
+    choice = choose_by_gpus([], (), 16.0)
+    assert choice.describe(EngineConfig()) == str(choice)
+    given = EngineConfig(extra_args=("--mem-fraction-static", "0.6"), dtype="bfloat16")
+    assert choice.describe(given) == f"{choice}; it does not use dtype and extra_args"
+    with_gpu = choose_by_gpus([H100], (), 16.0)
+    assert with_gpu.describe(given) == str(with_gpu)
     assert str(choose_by_gpus([H100, FULL], (1,), 16.0)) == (
         "rollout.engine: auto chooses embedded, because GPU 1, NVIDIA H100 80GB HBM3, is used by python3 (pid 4242, "
         "80.0 GB) and has 4.9 GB free of the 16.0 GB that an engine needs"
