@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from rollouts.infra.ports import check_port
 from rollouts.infra.providers import open_session, provision_node
 from rollouts.infra.providers.instance import find_instance
 from rollouts.infra.providers.rented import describe_rentable, find_rentable
-from rollouts.infra.session import LOOPBACK, Session
+from rollouts.infra.session import LOOPBACK, LocalSession, Session
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import check_writable_store
 from rollouts.tasks.engine_choice import choose_engine, is_open, with_kept_choice, with_kind
@@ -66,7 +67,7 @@ from rollouts_core.checks.resource_needs import (
 )
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.engine_kinds.auto import FOR_GPUS
+from rollouts_core.engine_kinds.auto import FOR_GPUS, WITHOUT_GPUS
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
@@ -103,9 +104,17 @@ def load_checkable(path: Path, assignments: Sequence[str] = (), *, reads_rows: b
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
         if reads_rows:
-            check_training(draft.config, mistakes, trains_here=False)
+            check_training(_with_engine_here(draft.config, draft.node), mistakes, trains_here=False)
     mistakes.check()
     return draft.whole()
+
+
+def _with_engine_here(config: Config, node: NodeSettings | None) -> Config:
+    """The configuration with the embedded engine if `auto` certainly chooses this engine, because this machine has no
+    GPU."""
+    if not isinstance(node, LocalNode) or not is_open(config) or read_gpus(LocalSession(sys.executable)):
+        return config
+    return with_kind(config, WITHOUT_GPUS)
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
@@ -165,7 +174,7 @@ def _choose_on_node(
     own, own_settings = next(iter(zip(node.engine_nodes, settings_of_engines(settings), strict=True)), (node, settings))
     with open_session(own) as session, as_config_errors():
         choice = choose_engine(session, own, own_settings, placed, find_model_size(config.model), installs=False)
-    findings.append(str(choice))
+    findings.append(choice.describe(kept.rollout.engine))
     if ENGINES[choice.kind].is_own:
         return with_kind(kept, choice.kind), gpus
     findings += said

@@ -45,8 +45,6 @@ prompts = "prompts.jsonl"
 heldout = "heldout.jsonl"
 [rollout]
 environment = "arithmetic"
-[rollout.engine]
-kind = "embedded"
 """
 KINDS: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
