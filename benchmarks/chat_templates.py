@@ -230,7 +230,7 @@ def find_faults(
     text: TokenizedConversation,
     said: str,
 ) -> list[str]:
-    """What a person would mark otherwise in the trained text of a turn."""
+    """The faults in the trained text of a turn: words that are missing, words of others, a missing end."""
     message = messages[number]
     words = [message["content"], message.get("reasoning_content", ""), "77" if message.get("tool_calls") else ""]
     faults = [f"{word!r} is not trained" for word in filter(None, words) if word not in said]

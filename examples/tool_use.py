@@ -165,7 +165,7 @@ def save(backend: PyTorchTrainingBackend, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model does with the held-out problems."""
+    """The results of a model on the held-out problems."""
 
     greedy: float
     """Share of right answers when it always takes the most likely token."""

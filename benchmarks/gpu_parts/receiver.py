@@ -67,7 +67,7 @@ def digest(tensor: Tensor) -> str:
 
 
 class Worker(WeightReceiver):
-    """What our part inside vLLM needs of a worker; it digests what it is given to load."""
+    """The attributes of a vLLM worker that `WeightReceiver` uses. Loading computes digests of the given tensors."""
 
     rank = 0
     parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
