@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from rollouts.flows.own_server.password import own_password
@@ -41,6 +43,8 @@ WARNING = "step 31: tokens are <b>9</b> publications old"
 MAX_BLOCK_BYTES = 3_000_000
 MAX_HEAP_MB, MAX_NODES = 100, 6_000
 MAX_SERVER_MB = 400
+MAX_VIEWERS_MB = 150
+"""Most memory that fifty viewers may add to the server."""
 
 
 def write_step(directory: RunDirectory, step: int, *, num_groups: int = 5) -> None:
@@ -390,6 +394,24 @@ def test_a_run_of_10000_steps_takes_bounded_memory(browser: Browser, directory: 
         assert numbers["JSHeapUsedSize"] < MAX_HEAP_MB * 1e6 and numbers["Nodes"] < MAX_NODES, numbers
         assert 10_000 < max(served.sizes) < MAX_BLOCK_BYTES
         assert served.server_mb() < MAX_SERVER_MB
+
+
+@pytest.mark.matrix
+def test_fifty_viewers_are_answered_in_bounded_memory(served: Served, directory: RunDirectory) -> None:
+    user, _, password = own_password(served.store / "prefect").partition(":")
+    places = ("", "/blocks/curves", "/blocks/page/rl/last")
+    began_mb = served.server_mb()
+
+    def view(number: int) -> list[int]:
+        with httpx.Client(auth=(user, password), timeout=120) as viewer:
+            return [viewer.get(f"{served.url}{place}").status_code for _ in range(5) for place in places]
+
+    with ThreadPoolExecutor(50) as viewers:
+        answers = viewers.map(view, range(50))
+        for step in range(31, 36):
+            write_step(directory, step)
+        assert [code for codes in answers for code in codes] == [200] * (50 * 5 * len(places))
+    assert served.server_mb() < began_mb + MAX_VIEWERS_MB
 
 
 def test_the_page_fits_a_phone(served: Served) -> None:
